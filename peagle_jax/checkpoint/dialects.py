@@ -1,0 +1,303 @@
+"""The layouts in which heads are published: what each config key and tensor name means.
+
+Sources: the readers of vLLM (``llama_eagle3.py``, the speculators adapter), speculators, SpecForge,
+NeMo AutoModel, SafeAILab/EAGLE and AWS's nkipy; p-eagle-spec sections 1.6 to 1.8.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import numpy as np
+
+from peagle_jax.checkpoint.config_reader import agreed, check_full_attention, integer
+from peagle_jax.checkpoint.errors import CheckpointError
+from peagle_jax.config import ConfigError, TargetConfig, default_taps
+from peagle_jax.models.family import LAYER_NAMES
+
+log = logging.getLogger(__name__)
+
+Config = Mapping[str, Any]
+Convention = Literal["auto", "boundary", "output"]
+
+OWN_SECTION = "peagle_jax"
+"""Our own keys in config.json: ``taps`` (always boundaries), ``format_version`` and free metadata."""
+
+MASK_TOKEN_KEYS = ("mask_token_id", "ptd_token_id", "pard_token", "unused_token_id", "dspark_noise_token_id")
+"""Every published spelling; what we save has the first three."""
+
+AUX_KEY = "eagle_aux_hidden_state_layer_ids"
+
+_BLOCK_TYPES = ("llama", "qwen2", "qwen3")
+_ARCHITECTURES = (
+    "LlamaForCausalLMEagle3",
+    "Eagle3LlamaForCausalLM",
+    "Eagle3Qwen3ForCausalLM",
+    "Eagle3Speculator",
+    "LlamaEagle3DraftModel",
+    "LlamaForCausalLM",
+    "PEagleDraftModel",
+    "PEagleSpeculator",
+    "PeagleLlamaForCausalLM",
+    "PeagleQwen3ForCausalLM",
+)
+
+HEAD_NAMES = {
+    "embed": "embed_tokens.weight",
+    "fc": "fc.weight",
+    "fc_bias": "fc.bias",
+    "input_norm": "input_norm.weight",
+    "hidden_norm": "layers.0.hidden_norm.weight",
+    "final_norm": "norm.weight",
+    "lm_head": "lm_head.weight",
+    "mask_hidden": "mask_hidden",
+    "d2t": "d2t",
+    "t2d": "t2d",
+}
+"""The head's own tensors as vLLM, AWS and speculators name them, and as we save them."""
+
+
+def layer_name(field: str, layer: int) -> str:
+    """The saved name of a ``BlockParams`` field."""
+    return f"layers.{layer}.{LAYER_NAMES[field].hf}"
+
+
+def spelling(name: str, has: Callable[[str], bool]) -> str:
+    """How the file spells a tensor: NeMo prepends ``model.``, AWS and EAGLE-3 call layer 0 ``midlayer``.
+
+    The plain name when the file has none, so that an error shows it.
+    """
+    forms = [name]
+    if name.startswith("layers.0."):
+        forms.append(name.replace("layers.0.", "midlayer.", 1))
+    if name == HEAD_NAMES["d2t"]:
+        forms.append("draft_id_to_target_id")
+    return next((form for form in forms + [f"model.{form}" for form in forms] if has(form)), name)
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadFacts:
+    """What a head's config.json says; None where it is silent. ``block`` holds the block's keys."""
+
+    block: Config
+    claims_parallel: bool
+    mask_token_id: int | None
+    aux_ids: tuple[int, ...] | None
+    own_taps: tuple[int, ...] | None
+    aux_count: int | None
+    target_hidden_size: int | None
+    vocab_size: int | None
+    draft_vocab_size: int | None
+    num_depths: int | None
+    norm_before_residual: bool
+    norm_before_fc: bool
+
+
+def _nested(config: Config, section: str, key: str) -> Any:
+    return (config.get(section) or {}).get(key)
+
+
+def _ids(value: Any, key: str, place: str) -> tuple[int, ...] | None:
+    if value is None or value == []:
+        return None
+    if not isinstance(value, list) or any(isinstance(v, bool) or not isinstance(v, int) for v in value):
+        raise CheckpointError(f"{place}: {key} is {value!r}; expected a list of layer numbers")
+    return tuple(value)
+
+
+def read_facts(config: Config, place: str) -> HeadFacts:
+    """The facts of any layout's config.
+
+    Raises:
+        CheckpointError: two keys disagree, or an option is not supported.
+    """
+    nested = config.get("transformer_layer_config")
+    block = config if nested is None else nested
+    _check_block_type(config, block, nested is not None, place)
+    for key in ("fc_norm", "norm_output"):
+        if config.get(key):
+            raise CheckpointError(
+                f"{place}: {key} is set (EAGLE-3.1); only heads without it are supported, see norm_before_fc"
+            )
+    aux_state = _nested(config, "eagle_config", "use_aux_hidden_state")
+    aux_state = agreed(
+        {
+            "use_aux_hidden_state": config.get("use_aux_hidden_state"),
+            "eagle_config.use_aux_hidden_state": aux_state,
+        },
+        "use_aux_hidden_state",
+        place,
+    )
+    if aux_state is False:
+        raise CheckpointError(
+            f"{place}: use_aux_hidden_state is false, a head without fc; expected a head that fuses taps"
+        )
+    if config.get("logit_scale", 1) != 1:
+        raise CheckpointError(f"{place}: logit_scale is {config['logit_scale']}; expected 1 or none")
+    kind = config.get("speculators_model_type") or _nested(config, "speculators_config", "algorithm")
+    if kind not in (None, "eagle3", "peagle"):
+        raise CheckpointError(f"{place} is a {kind} speculator; expected eagle3 or peagle")
+    check_full_attention(block, integer(block, "num_hidden_layers", place), place)
+    # vLLM's adapter takes an EAGLE-3 speculators config without the key as true, any other as false.
+    norm_default = nested is not None and kind != "peagle"
+    norm = config.get("norm_before_residual")
+    return HeadFacts(
+        block=block,
+        claims_parallel=bool(config.get("parallel_drafting"))
+        or kind == "peagle"
+        or any("peagle" in name.lower() for name in config.get("architectures") or ()),
+        mask_token_id=_mask_token(config, place),
+        aux_ids=_aux_ids(config, place),
+        own_taps=_ids(_nested(config, OWN_SECTION, "taps"), f"{OWN_SECTION}.taps", place),
+        aux_count=_aux_count(config, place),
+        target_hidden_size=config.get("target_hidden_size") or None,
+        vocab_size=agreed(
+            {
+                "vocab_size": config.get("vocab_size"),
+                "transformer_layer_config.vocab_size": (nested or {}).get("vocab_size"),
+            },
+            "vocab_size",
+            place,
+        ),
+        draft_vocab_size=config.get("draft_vocab_size") or None,
+        num_depths=_num_depths(config, place),
+        norm_before_residual=norm_default if norm is None else bool(norm),
+        norm_before_fc=bool(config.get("norm_before_fc")),
+    )
+
+
+def _check_block_type(config: Config, block: Config, nested: bool, place: str) -> None:
+    if nested:
+        kind = block.get("model_type", "llama")
+        if kind not in _BLOCK_TYPES:
+            raise CheckpointError(
+                f"{place}: transformer_layer_config.model_type is {kind!r}; "
+                f"expected one of {', '.join(_BLOCK_TYPES)}"
+            )
+        return
+    names = config.get("architectures") or []
+    if names and names[0] not in _ARCHITECTURES:
+        raise CheckpointError(
+            f"{place}: architecture {names[0]!r} is not a head that is supported; "
+            f"expected one of {', '.join(_ARCHITECTURES)}"
+        )
+
+
+def _mask_token(config: Config, place: str) -> int | None:
+    found = {key: config.get(key) for key in MASK_TOKEN_KEYS}
+    found["dflash_config.mask_token_id"] = _nested(config, "dflash_config", "mask_token_id")
+    value = agreed(found, "the mask token id", place)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+        raise CheckpointError(f"{place}: the mask token id is {value!r}; expected a whole number")
+    return value
+
+
+def _aux_ids(config: Config, place: str) -> tuple[int, ...] | None:
+    found = {
+        AUX_KEY: _ids(config.get(AUX_KEY), AUX_KEY, place),
+        f"eagle_config.{AUX_KEY}": _ids(_nested(config, "eagle_config", AUX_KEY), AUX_KEY, place),
+    }
+    return agreed(found, "the tapped layers", place)
+
+
+def _aux_count(config: Config, place: str) -> int | None:
+    key = "num_aux_hidden_states"
+    found = {
+        key: config.get(key) or None,
+        f"eagle_config.{key}": _nested(config, "eagle_config", key) or None,
+    }
+    return agreed(found, "the number of tapped layers", place)
+
+
+def _num_depths(config: Config, place: str) -> int | None:
+    proposals = _nested(config, "speculators_config", "proposal_methods") or []
+    tokens = [p.get("speculative_tokens") for p in proposals if isinstance(p, Mapping)]
+    return config.get("num_depths") or next((t for t in tokens if t), None)
+
+
+def resolve_taps(
+    facts: HeadFacts, count: int, target: TargetConfig, convention: Convention, place: str
+) -> tuple[int, ...]:
+    """The tapped boundaries, ``count`` of them by the width of fc.
+
+    Our own key holds boundaries. Other keys hold boundaries (vLLM, speculators) or zero-based
+    layers whose output is meant, one less (SpecForge, NeMo); "auto" takes a first id of 1 for the
+    latter, as SGLang does. Without any key: the default of EAGLE-3 and vLLM, for three taps.
+
+    Raises:
+        CheckpointError: the count differs, an id is no boundary of this target, or there is no default.
+    """
+    if facts.aux_count is not None and facts.aux_count != count:
+        raise CheckpointError(
+            f"{place}: num_aux_hidden_states is {facts.aux_count} but fc.weight is as wide as {count} taps"
+        )
+    ids = facts.own_taps or facts.aux_ids
+    if ids is None:
+        if count != 3:
+            raise CheckpointError(
+                f"{place} names no tapped layers and fc.weight takes {count}; name them with the taps option"
+            )
+        try:
+            taps = default_taps(target.num_layers)
+        except ConfigError as error:
+            raise CheckpointError(f"{place} names no tapped layers, and {error}") from error
+        log.warning("%s names no tapped layers; using the default boundaries %s", place, taps)
+        return taps
+    as_output = convention == "output" or (convention == "auto" and ids[0] == 1)
+    taps = ids
+    if facts.own_taps is None and as_output:
+        taps = tuple(i + 1 for i in ids)
+        log.info("%s: layer ids %s taken as outputs, boundaries %s", place, list(ids), list(taps))
+    check_tap_range(taps, count, target, place)
+    return taps
+
+
+def check_tap_range(taps: tuple[int, ...], count: int, target: TargetConfig, place: str) -> None:
+    """Raises CheckpointError unless there are ``count`` taps, all boundaries of the target."""
+    if len(taps) != count:
+        raise CheckpointError(
+            f"{place}: {len(taps)} tapped layers {list(taps)}, but fc.weight is as wide as {count}"
+        )
+    if not all(0 <= tap <= target.num_layers for tap in taps):
+        raise CheckpointError(
+            f"{place}: taps {list(taps)} are not boundaries of a target of {target.num_layers} layers; "
+            "is the head for another model?"
+        )
+
+
+def draft_to_target(
+    offsets: np.ndarray, in_draft: np.ndarray | None, vocab_size: int, place: str
+) -> np.ndarray:
+    """Target ids (Vd,) int32 from ``d2t`` offsets, checked against ``t2d`` (V,) where given.
+
+    Raises:
+        CheckpointError: ids repeat or leave the vocabulary, t2d disagrees, or the map looks absolute.
+    """
+    if offsets.dtype.kind not in "iu":
+        raise CheckpointError(f"{place}: d2t has dtype {offsets.dtype}; expected integer offsets")
+    count = offsets.shape[0]
+    offsets = offsets.astype(np.int64)
+    ids = offsets + np.arange(count)
+    members = None if in_draft is None else np.flatnonzero(in_draft)
+
+    def valid(values: np.ndarray) -> bool:
+        if values.min() < 0 or values.max() >= vocab_size or len(np.unique(values)) != count:
+            return False
+        return members is None or np.array_equal(np.sort(values), members)
+
+    plain_count = count > 1 and np.array_equal(offsets, np.arange(count))
+    if valid(ids) and not plain_count:
+        return ids.astype(np.int32)
+    if valid(offsets):
+        raise CheckpointError(
+            f"{place}: d2t looks absolute (it holds target ids); expected offsets, target id minus draft id"
+        )
+    if valid(ids):
+        return ids.astype(np.int32)
+    problem = "leaves the vocabulary or repeats an id"
+    if members is not None:
+        problem += f", or differs from t2d, which marks {len(members)} ids"
+    raise CheckpointError(f"{place}: d2t of {count} drafts {problem}; expected ids below {vocab_size}")

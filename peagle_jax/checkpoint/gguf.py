@@ -1,0 +1,216 @@
+"""Targets from one GGUF file: its config, its weights (any type the gguf package decodes)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from peagle_jax.checkpoint.errors import CheckpointError
+from peagle_jax.checkpoint.gguf_format import TensorData, read_header
+from peagle_jax.checkpoint.tensors import Reader, Shape, gguf_name, read_target
+from peagle_jax.config import BlockConfig, ConfigError, RopeConfig, TargetConfig
+from peagle_jax.layers.rope import inverse_frequencies
+from peagle_jax.models import registry
+from peagle_jax.models.family import MODEL_NAMES, Family
+from peagle_jax.models.stack import TargetParams
+
+_FREQUENCIES = "rope_freqs.weight"
+
+LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position": 8192}
+"""Llama 3.1's and 3.2's scaling. GGUF keeps only the divisors that follow from it."""
+
+
+class GGUFFile:
+    """A GGUF file's metadata and tensors. A TensorSource; matrices read as (out, in) float32.
+
+    Raises:
+        CheckpointError: the file is not readable as GGUF, or no family runs its architecture.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.place = str(path)
+        header = read_header(Path(path))
+        self._metadata, self._tensors = header.metadata, header.tensors
+        self._data = TensorData(Path(path), header.tensors)
+        self.architecture: str = self.require("general.architecture")
+        try:
+            self.family: Family = registry.by_gguf_architecture(self.architecture)
+        except registry.UnsupportedModelError as error:
+            raise CheckpointError(f"{path}: {error}") from error
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A metadata value; ``{arch}`` in the key stands for the file's architecture."""
+        if "{arch}" in key:
+            key = key.replace("{arch}", self.architecture)
+        return self._metadata.get(key, default)
+
+    def require(self, key: str) -> Any:
+        """A metadata value. Raises CheckpointError when the file has none."""
+        value = self.get(key)
+        if value is None:
+            if "{arch}" in key:
+                key = key.replace("{arch}", self.architecture)
+            raise CheckpointError(f"{self.place} has no metadata key {key}; it is not a whole GGUF model")
+        return value
+
+    def names(self) -> Iterable[str]:
+        return self._tensors.keys()
+
+    def shape(self, name: str) -> Shape:
+        return self._tensors[name].shape
+
+    def read(self, name: str) -> np.ndarray:
+        values = self._data.read(name)
+        return self._half_split(name, values) if self.family.gguf_permutes_qk else values
+
+    def _half_split(self, name: str, values: np.ndarray) -> np.ndarray:
+        """Undoes the row order that llama.cpp gives q and k: (pair, half) back to (half, pair)."""
+        part = name.split(".", 2)[-1]
+        if part in ("attn_q.weight", "attn_q.bias"):
+            heads = self.require("{arch}.attention.head_count")
+        elif part in ("attn_k.weight", "attn_k.bias"):
+            heads = _kv_heads(self)
+        else:
+            return values
+        pairs = values.reshape(heads, values.shape[0] // heads // 2, 2, *values.shape[1:])
+        return pairs.swapaxes(1, 2).reshape(values.shape)
+
+
+def _kv_heads(file: GGUFFile) -> int:
+    heads = file.require("{arch}.attention.head_count")
+    kv_heads = file.get("{arch}.attention.head_count_kv", heads)
+    for key, value in (("head_count", heads), ("head_count_kv", kv_heads)):
+        if not isinstance(value, int):
+            raise CheckpointError(
+                f"{file.place}: {file.architecture}.attention.{key} differs from layer to layer; "
+                "expected one number"
+            )
+    return kv_heads
+
+
+def _rope(file: GGUFFile, head_dim: int) -> RopeConfig:
+    theta = float(file.get("{arch}.rope.freq_base", file.family.default_rope_theta))
+    if _FREQUENCIES in set(file.names()):
+        return _llama3_rope(file, theta, head_dim)
+    kind = file.get("{arch}.rope.scaling.type", "none")
+    if kind == "none":
+        return RopeConfig(theta=theta)
+    attention = file.get("{arch}.rope.scaling.attn_factor", 1.0)
+    if attention != 1:
+        raise CheckpointError(f"{file.place}: RoPE's attn_factor is {attention:g}; expected 1")
+    context = file.get("{arch}.context_length", 8192)
+    return RopeConfig(
+        theta=theta,
+        variant=kind,
+        factor=float(file.require("{arch}.rope.scaling.factor")),
+        original_max_position=file.get("{arch}.rope.scaling.original_context_length", context),
+        beta_fast=file.get("{arch}.rope.scaling.yarn_beta_fast", 32.0),
+        beta_slow=file.get("{arch}.rope.scaling.yarn_beta_slow", 1.0),
+    )
+
+
+def _llama3_rope(file: GGUFFile, theta: float, head_dim: int) -> RopeConfig:
+    """The scaling whose divisors the file lists. Raises CheckpointError unless it is Llama 3.1's."""
+    divisors = file.read(_FREQUENCIES)
+    rope = RopeConfig(theta=theta, variant="llama3", factor=float(divisors.max()), **LLAMA3_ROPE)
+    plain = inverse_frequencies(RopeConfig(theta=theta), head_dim)
+    expected = plain / inverse_frequencies(rope, head_dim)
+    if divisors.shape != expected.shape or not np.allclose(divisors, expected, rtol=1e-3):
+        raise CheckpointError(
+            f"{file.place}: tensor {_FREQUENCIES} is not Llama 3.1's RoPE scaling "
+            f"(largest divisor {divisors.max():g}); other scalings are not supported"
+        )
+    return rope
+
+
+def read_config(file: GGUFFile) -> TargetConfig:
+    """The target's config from the file's metadata.
+
+    Raises:
+        CheckpointError: a key is missing, or asks for what is not supported.
+    """
+    if file.get("{arch}.expert_count", 0):
+        raise CheckpointError(f"{file.place} is a mixture of experts; expected a dense model")
+    if file.get("{arch}.attention.sliding_window", 0):
+        raise CheckpointError(f"{file.place} uses sliding-window attention; expected full attention")
+    heads, kv_heads = file.require("{arch}.attention.head_count"), _kv_heads(file)
+    width = file.require("{arch}.embedding_length")
+    head_dim = file.get("{arch}.attention.key_length", width // heads)
+    for key in ("{arch}.attention.value_length", "{arch}.rope.dimension_count"):
+        found = file.get(key, head_dim)
+        if found != head_dim:
+            raise CheckpointError(
+                f"{file.place}: {key.replace('{arch}', file.architecture)} is {found}; "
+                f"expected the head width {head_dim}, other widths are not supported"
+            )
+    eos = [file.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    try:
+        block = BlockConfig(
+            hidden_size=width,
+            intermediate_size=file.require("{arch}.feed_forward_length"),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            rms_norm_eps=round_to_decimal(file.require("{arch}.attention.layer_norm_rms_epsilon")),
+            rope=_rope(file, head_dim),
+        )
+        return TargetConfig(
+            family=file.family.name,
+            block=block,
+            vocab_size=_vocab_size(file),
+            num_layers=file.require("{arch}.block_count"),
+            max_position=file.require("{arch}.context_length"),
+            tie_word_embeddings=MODEL_NAMES["lm_head"].gguf not in set(file.names()),
+            eos_token_ids=tuple(dict.fromkeys(i for i in eos if i is not None)),
+            bos_token_id=file.get("tokenizer.ggml.bos_token_id"),
+        )
+    except ConfigError as error:
+        raise CheckpointError(f"{file.place}: {error}") from error
+
+
+SAMPLING_KEYS = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+"""``general.sampling.*`` by the names of Hugging Face's generation config."""
+
+
+def read_sampling(file: GGUFFile) -> dict[str, Any]:
+    """The file's sampling defaults, under ``generation_config.json``'s keys."""
+    found = {name: file.get(f"general.sampling.{key}") for key, name in SAMPLING_KEYS.items()}
+    return {
+        name: round_to_decimal(value) if isinstance(value, float) else value
+        for name, value in found.items()
+        if value is not None
+    }
+
+
+def round_to_decimal(value: float) -> float:
+    """The short decimal that a float32 of the file was made from (1e-5, not 9.99999974e-06)."""
+    return float(str(np.float32(value)))
+
+
+def _vocab_size(file: GGUFFile) -> int:
+    name = MODEL_NAMES["embed"].gguf
+    if name not in set(file.names()):
+        raise CheckpointError(f"{file.place} has no tensor {name}; expected the embedding table")
+    return file.shape(name)[0]
+
+
+def load_params(
+    file: GGUFFile, cfg: TargetConfig, dtype: DTypeLike = jnp.float32, stacked: bool = False
+) -> TargetParams:
+    """The weights, decoded one tensor at a time. Raises CheckpointError as ``read_target`` does."""
+    reader = Reader(file)
+    flags = {"attention_bias": reader.has("blk.0.attn_q.bias"), "mlp_bias": reader.has("blk.0.ffn_up.bias")}
+    params = read_target(reader, cfg, file.family.layer_fields(flags), gguf_name, dtype, stacked)
+    reader.finish(ignore=lambda name: name == _FREQUENCIES)  # in the config already
+    return params

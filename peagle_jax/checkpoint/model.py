@@ -1,0 +1,79 @@
+"""Loads a target by reference: the embedded default, a GGUF file, a folder or a hub id."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from peagle_jax.checkpoint import embedded, gguf
+from peagle_jax.checkpoint.errors import CheckpointError
+from peagle_jax.checkpoint.folder import resolve
+from peagle_jax.checkpoint.gguf_tokenizer import build_tokenizer
+from peagle_jax.checkpoint.huggingface import load_folder, load_tokenizer, read_generation
+from peagle_jax.config import TargetConfig
+from peagle_jax.models.stack import TargetParams
+
+
+@dataclasses.dataclass
+class LoadedTarget:
+    """A target ready to run. ``generation`` holds the checkpoint's own sampling defaults, under
+    ``generation_config.json``'s keys; it may be empty. ``source`` is the file or folder read."""
+
+    config: TargetConfig
+    params: TargetParams
+    tokenizer: Any
+    name: str
+    generation: dict[str, Any]
+    source: str
+
+
+def load_target(
+    ref: str | None = None,
+    *,
+    dtype: DTypeLike = jnp.float32,
+    stacked: bool | None = None,
+    revision: str | None = None,
+    tokenizer: str | None = None,
+) -> LoadedTarget:
+    """Loads the target named by ``ref``; None is the embedded default.
+
+    Args:
+        ref: a .gguf file, a Hugging Face folder or one that holds a single .gguf, or a hub id.
+        dtype: of every weight.
+        stacked: layers on a leading axis. None: off on CPU, on elsewhere.
+        revision: of a hub id.
+        tokenizer: folder or hub id of another tokenizer.
+
+    Raises:
+        CheckpointError: the reference or its content cannot be loaded.
+    """
+    if stacked is None:
+        stacked = jax.default_backend() != "cpu"
+    if ref is None:
+        return _load_gguf(embedded.embedded_path(), embedded.NAME, dtype, stacked, tokenizer)
+    path = Path(ref).expanduser()
+    if path.is_file() and path.suffix == ".gguf":
+        return _load_gguf(path, path.stem, dtype, stacked, tokenizer)
+    folder = resolve(ref, revision)
+    files = sorted(folder.glob("*.gguf"))
+    if files and not (folder / "config.json").exists():
+        if len(files) > 1:
+            raise CheckpointError(f"{folder} holds {len(files)} .gguf files; name one, such as {files[0]}")
+        return _load_gguf(files[0], files[0].stem, dtype, stacked, tokenizer)
+    config, params = load_folder(folder, dtype, stacked)
+    name = folder.resolve().name if path.is_dir() else ref
+    loaded = load_tokenizer(tokenizer or folder)
+    return LoadedTarget(config, params, loaded, name, read_generation(folder), str(folder))
+
+
+def _load_gguf(path: Path, name: str, dtype: DTypeLike, stacked: bool, tokenizer: str | None) -> LoadedTarget:
+    file = gguf.GGUFFile(path)
+    config = gguf.read_config(file)
+    loaded = load_tokenizer(tokenizer) if tokenizer else build_tokenizer(file)
+    params = gguf.load_params(file, config, dtype, stacked)
+    return LoadedTarget(config, params, loaded, name, gguf.read_sampling(file), str(path))

@@ -1,0 +1,195 @@
+"""Named tensors of a file, taken one by one into parameters, with every one accounted for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from peagle_jax.checkpoint.errors import CheckpointError
+from peagle_jax.config import BlockConfig, TargetConfig
+from peagle_jax.layers.block import BlockParams
+from peagle_jax.models.family import LAYER_NAMES, MODEL_NAMES
+from peagle_jax.models.stack import TargetParams
+
+Shape = tuple[int, ...]
+NameOf = Callable[[str, int | None], str]
+"""(field, layer index or None for the model's own) -> the tensor's name in the file."""
+
+
+class TensorSource(Protocol):
+    """Tensors of one checkpoint, matrices as (out, in), read when asked for."""
+
+    place: str
+
+    def names(self) -> Iterable[str]: ...
+
+    def shape(self, name: str) -> Shape: ...
+
+    def read(self, name: str) -> np.ndarray: ...
+
+
+class ArraySource:
+    """A TensorSource of arrays in memory."""
+
+    def __init__(self, arrays: Mapping[str, np.ndarray], place: str) -> None:
+        self.arrays, self.place = dict(arrays), place
+
+    def names(self) -> Iterable[str]:
+        return self.arrays.keys()
+
+    def shape(self, name: str) -> Shape:
+        return tuple(self.arrays[name].shape)
+
+    def read(self, name: str) -> np.ndarray:
+        return self.arrays[name]
+
+
+class Reader:
+    """Takes tensors out of a source with their expected shapes, and remembers which."""
+
+    def __init__(self, source: TensorSource) -> None:
+        self.source = source
+        self.available = set(source.names())
+        self.taken: set[str] = set()
+
+    def has(self, name: str) -> bool:
+        return name in self.available
+
+    def raw(self, name: str, shape: Shape | None) -> np.ndarray:
+        """The tensor as stored. ``shape`` None accepts any.
+
+        Raises:
+            CheckpointError: it is missing, or has another shape.
+        """
+        place = self.source.place
+        if name not in self.available:
+            expected = "" if shape is None else f" of shape {list(shape)}"
+            raise CheckpointError(f"{place} has no tensor {name}; expected one{expected}")
+        found = self.source.shape(name)
+        if shape is not None and found != shape:
+            raise CheckpointError(
+                f"{place}: tensor {name} has shape {list(found)}; expected {list(shape)} from the config"
+            )
+        self.taken.add(name)
+        return self.source.read(name)
+
+    def take(self, name: str, shape: Shape, dtype: np.dtype, transpose: bool = False) -> np.ndarray:
+        """The tensor in ``dtype``, contiguous and owned; ``transpose`` turns (out, in) to (in, out).
+
+        ``shape`` is the stored one.
+        """
+        array = self.raw(name, shape)
+        if array.dtype.kind in "iub" or array.dtype.itemsize == 1:
+            raise CheckpointError(
+                f"{self.source.place}: tensor {name} is {array.dtype}, a quantised weight; "
+                "expected float32, float16 or bfloat16; load the unquantised checkpoint"
+            )
+        return np.array(array.T if transpose else array, dtype=dtype, order="C")
+
+    def finish(self, ignore: Callable[[str], bool] = lambda name: False) -> None:
+        """Raises CheckpointError when a tensor of the file found no place."""
+        left = sorted(n for n in self.available - self.taken if not ignore(n))
+        if left:
+            more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+            raise CheckpointError(
+                f"{self.source.place}: no place for tensor {', '.join(left[:3])}{more}; "
+                "the model has a part that is not supported, or its config does not match its weights"
+            )
+
+
+def layer_shapes(block: BlockConfig, input_size: int | None = None) -> dict[str, Shape]:
+    """Stored shapes, (out, in), of every ``BlockParams`` field; ``input_size`` is q, k and v's."""
+    d, f, h = block.hidden_size, block.intermediate_size, block.head_dim
+    q, kv, i = block.num_heads * h, block.num_kv_heads * h, input_size or d
+    return {
+        "attn_norm": (d,),
+        "wq": (q, i),
+        "wk": (kv, i),
+        "wv": (kv, i),
+        "wo": (d, q),
+        "mlp_norm": (d,),
+        "w_gate": (f, d),
+        "w_up": (f, d),
+        "w_down": (d, f),
+        "bq": (q,),
+        "bk": (kv,),
+        "bv": (kv,),
+        "bo": (d,),
+        "b_gate": (f,),
+        "b_up": (f,),
+        "b_down": (d,),
+        "q_norm": (h,),
+        "k_norm": (h,),
+    }
+
+
+def read_layer(
+    reader: Reader,
+    name_of: Callable[[str], str],
+    fields: Iterable[str],
+    shapes: Mapping[str, Shape],
+    dtype: np.dtype,
+) -> dict[str, np.ndarray]:
+    """One layer's arrays by ``BlockParams`` field, matrices input-major (in, out)."""
+    return {
+        field: reader.take(name_of(field), shapes[field], dtype, transpose=len(shapes[field]) == 2)
+        for field in fields
+    }
+
+
+def read_target(
+    reader: Reader,
+    cfg: TargetConfig,
+    fields: tuple[str, ...],
+    name_of: NameOf,
+    dtype: DTypeLike,
+    stacked: bool,
+) -> TargetParams:
+    """All weights of a target in ``dtype``; see ``TargetParams`` for the two forms of its layers.
+
+    Raises:
+        CheckpointError: a tensor is missing, misshaped or has no place.
+    """
+    dtype = np.dtype(dtype)
+    table = (cfg.vocab_size, cfg.hidden_size)
+    shapes = layer_shapes(cfg.block)
+
+    def layer(index: int) -> dict[str, np.ndarray]:
+        return read_layer(reader, lambda field: name_of(field, index), fields, shapes, dtype)
+
+    layers: BlockParams | tuple[BlockParams, ...]
+    if stacked:
+        stacks: dict[str, np.ndarray] = {}
+        for index in range(cfg.num_layers):
+            for field, array in layer(index).items():
+                if field not in stacks:
+                    stacks[field] = np.empty((cfg.num_layers, *array.shape), dtype)
+                stacks[field][index] = array
+        layers = BlockParams(**{field: jnp.asarray(stacks.pop(field)) for field in fields})
+    else:
+        layers = tuple(
+            BlockParams(**{field: jnp.asarray(array) for field, array in layer(index).items()})
+            for index in range(cfg.num_layers)
+        )
+    embed = jnp.asarray(reader.take(name_of("embed", None), table, dtype))
+    final_norm = jnp.asarray(reader.take(name_of("final_norm", None), (cfg.hidden_size,), dtype))
+    lm_head = None
+    if not cfg.tie_word_embeddings:
+        lm_head = jnp.asarray(reader.take(name_of("lm_head", None), table, dtype))
+    return TargetParams(embed, layers, final_norm, lm_head)
+
+
+def hf_name(field: str, layer: int | None) -> str:
+    """A target tensor's Hugging Face name."""
+    if layer is None:
+        return MODEL_NAMES[field].hf
+    return f"model.layers.{layer}.{LAYER_NAMES[field].hf}"
+
+
+def gguf_name(field: str, layer: int | None) -> str:
+    """A target tensor's GGUF name."""
+    return MODEL_NAMES[field].gguf if layer is None else f"blk.{layer}.{LAYER_NAMES[field].gguf}"

@@ -1,0 +1,211 @@
+"""What the commands share: how a model, its head and K are chosen, and how errors are told."""
+
+# ruff: noqa: E402 (the setting below must come before transformers is imported)
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+# transformers otherwise greets every command with the news that there is no PyTorch.
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
+import jax
+import jax.numpy as jnp
+
+from peagle_jax.checkpoint.errors import CheckpointError
+from peagle_jax.checkpoint.head import default_head_path, load_head
+from peagle_jax.checkpoint.model import LoadedTarget, load_target
+from peagle_jax.config import ConfigError, DrafterConfig, Method, SpecConfig
+from peagle_jax.drafter.head import DrafterParams
+from peagle_jax.speculative.decoder import Decoder
+
+DTYPES = ("auto", "float32", "bfloat16")
+EAGLE3_TOKENS = 5
+"""K of an EAGLE-3 head when none is asked for: it drafts one by one, so its training names no depth."""
+CPU_CONTEXT = 2048
+
+
+class CommandError(ValueError):
+    """A command that cannot run as asked; one line: found, expected, what to do."""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose errors are one line too, and which takes flags only in full."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(allow_abbrev=False, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {' '.join(message.split())}; see {self.prog} --help\n")
+
+
+def run_command(main: Callable[[], int]) -> int:
+    """Runs a command; a user's mistake is one line on stderr and exit status 2."""
+    try:
+        return main()
+    except (CommandError, CheckpointError, ConfigError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def default_dtype() -> jnp.dtype:
+    """bfloat16 where the machine multiplies it in hardware (accelerators, CPUs with AMX), else float32."""
+    fast = jax.default_backend() != "cpu" or "amx_bf16" in _cpu_flags()
+    return jnp.dtype(jnp.bfloat16 if fast else jnp.float32)
+
+
+def resolve_dtype(name: str) -> jnp.dtype:
+    """The dtype of a ``--dtype`` value, one of DTYPES."""
+    return default_dtype() if name == "auto" else jnp.dtype(name)
+
+
+def _cpu_flags() -> frozenset[str]:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:  # not Linux
+        return frozenset()
+    line = next((line for line in text.splitlines() if line.startswith("flags")), "")
+    return frozenset(line.partition(":")[2].split())
+
+
+@dataclasses.dataclass
+class Head:
+    """A loaded head and where it came from."""
+
+    config: DrafterConfig
+    params: DrafterParams
+    source: str
+
+
+@dataclasses.dataclass
+class Loaded:
+    """A target, with a head or without, and how many tokens to draft (0 without a head)."""
+
+    target: LoadedTarget
+    head: Head | None
+    num_speculative_tokens: int
+    dtype: jnp.dtype
+
+    def spec(self) -> SpecConfig:
+        """The round's configuration."""
+        if self.head is None or not self.num_speculative_tokens:
+            return SpecConfig()
+        return SpecConfig(self.num_speculative_tokens, self.head.config.method)
+
+    def decoder(self, max_model_len: int, *, speculative: bool = True) -> Decoder:
+        """A decoder of this target; without its head if not ``speculative``.
+
+        Raises:
+            ConfigError: the head does not fit the target, or K is above what it was trained for.
+        """
+        head = self.head if speculative and self.num_speculative_tokens else None
+        return Decoder(
+            self.target.config,
+            self.target.params,
+            head and head.config,
+            head and head.params,
+            self.spec() if head else SpecConfig(),
+            max_model_len=max_model_len,
+        )
+
+
+def load(
+    model: str | None,
+    head: str | None,
+    num_speculative_tokens: int | None,
+    *,
+    method: Method | None = None,
+    dtype: str = "auto",
+    revision: str | None = None,
+    tokenizer: str | None = None,
+) -> Loaded:
+    """Loads what the command line names.
+
+    Args:
+        model: None is the embedded default.
+        head: a folder or hub id; None is the shipped head if the model is the embedded default and
+            no head otherwise.
+        num_speculative_tokens: None is what the head was trained for; 0 loads no head.
+        method: what the head must be; None accepts what it is.
+
+    Raises:
+        CheckpointError: a model or head that cannot be loaded.
+        CommandError: settings that contradict each other or the head.
+    """
+    if num_speculative_tokens is not None and num_speculative_tokens < 0:
+        raise CommandError(
+            f"num_speculative_tokens must be 0 (plain decoding) or more, found {num_speculative_tokens}"
+        )
+    if head is None and model is None and num_speculative_tokens != 0:
+        path = default_head_path()
+        head = None if path is None else str(path)
+        if head is None:
+            print("note: the head of the embedded model is not installed; decoding without one", file=sys.stderr)
+            num_speculative_tokens = 0
+    if head is None and num_speculative_tokens:
+        raise CommandError(
+            f"num_speculative_tokens is {num_speculative_tokens} but there is no head; name one, or leave it out"
+        )
+    chosen = resolve_dtype(dtype)
+    target = load_target(model, dtype=chosen, revision=revision, tokenizer=tokenizer)
+    if head is None or num_speculative_tokens == 0:
+        return Loaded(target, None, 0, chosen)
+    config, params = load_head(head, target.config, target.params, dtype=chosen)
+    _check_method(config, method, head)
+    if num_speculative_tokens is None:
+        num_speculative_tokens = EAGLE3_TOKENS if config.method == "eagle3" else config.num_depths
+    return Loaded(target, Head(config, params, head), num_speculative_tokens, chosen)
+
+
+def _check_method(config: DrafterConfig, wanted: Method | None, source: str) -> None:
+    """A parallel head drafts in parallel or not at all: sequential passes would silently be refused."""
+    if wanted is None or wanted == config.method:
+        return
+    names = {"peagle": "P-EAGLE (parallel drafting)", "eagle3": "EAGLE-3 (sequential drafting)"}
+    raise CommandError(
+        f"the head {source} is {names[config.method]}, but {names[wanted]} was asked for; "
+        f"leave out method and parallel_drafting, or name another head"
+    )
+
+
+def context_limit(target: LoadedTarget, wanted: int | None = None) -> int:
+    """The context to serve: what the model was trained for, on CPU at most 2048 unless ``wanted``.
+
+    Raises:
+        CommandError: more than the model's positions, or no room for a prompt and a token.
+    """
+    longest = target.config.max_position
+    if wanted is None:
+        return min(longest, CPU_CONTEXT) if jax.default_backend() == "cpu" else longest
+    if not 2 <= wanted <= longest:
+        raise CommandError(f"max_model_len must be in 2..{longest}, the positions of {target.name}; found {wanted}")
+    return wanted
+
+
+def describe(loaded: Loaded, max_model_len: int) -> list[tuple[str, Any]]:
+    """What was resolved, as (name, value) lines for a start-up report."""
+    config, head = loaded.target.config, loaded.head
+    lines: list[tuple[str, Any]] = [
+        ("model", f"{loaded.target.name}: {config.family}, {config.num_layers} layers of {config.hidden_size}"),
+        ("read from", loaded.target.source),
+    ]
+    if head is None:
+        lines.append(("head", "none: plain decoding"))
+    else:
+        kind = "P-EAGLE" if head.config.method == "peagle" else "EAGLE-3"
+        depth = f", trained for K up to {head.config.num_depths}" if head.config.method == "peagle" else ""
+        lines += [
+            ("head", f"{kind}, {head.config.num_layers} layers, draft vocabulary {head.config.draft_vocab_size}{depth}"),
+            ("read from", head.source),
+            ("taps", f"{', '.join(map(str, head.config.taps))} of boundaries 0..{config.num_layers}"),
+            ("K", loaded.num_speculative_tokens),
+        ]
+    return [*lines, ("dtype", f"{loaded.dtype.name} on {jax.default_backend()}"), ("max_model_len", max_model_len)]

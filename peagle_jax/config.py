@@ -1,0 +1,190 @@
+"""Frozen, validated, hashable configurations. They are static arguments under ``jax.jit``.
+
+Dimension letters, used in every docstring and einsum of the project:
+
+    B batch    T query tokens      S cache slots    K draft tokens    L layers
+    D width    F ffn width         N query heads    G kv heads        H head dim
+    V vocab    W drafter slots     C fused taps     R rounds
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+RopeVariant = Literal["default", "linear", "llama3", "yarn"]
+Method = Literal["peagle", "eagle3"]
+
+
+class ConfigError(ValueError):
+    """A configuration that contradicts itself; the message says what was found and expected."""
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding; names follow Hugging Face's ``rope_parameters``.
+
+    ``attention_factor`` scales cos and sin (YaRN); ``None`` means the variant's own default.
+    """
+
+    theta: float = 10000.0
+    variant: RopeVariant = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+
+    def __post_init__(self) -> None:
+        variants = ("default", "linear", "llama3", "yarn")
+        _require(
+            self.variant in variants,
+            f"rope_type {self.variant!r} is not supported; expected one of {', '.join(variants)}",
+        )
+        _require(self.theta > 0, f"rope_theta must be positive, found {self.theta}")
+        _require(self.factor > 0, f"rope factor must be positive, found {self.factor}")
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockConfig:
+    """One decoder block, shared by targets and heads."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float = 1e-5
+    rope: RopeConfig = RopeConfig()
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim"):
+            value = getattr(self, name)
+            _require(value > 0, f"{name} must be positive, found {value}")
+        _require(
+            self.num_heads % self.num_kv_heads == 0,
+            f"num_attention_heads ({self.num_heads}) must be a multiple of "
+            f"num_key_value_heads ({self.num_kv_heads})",
+        )
+        _require(self.head_dim % 2 == 0, f"head_dim must be even for RoPE, found {self.head_dim}")
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetConfig:
+    """A target model. ``family`` names the module in ``peagle_jax.models`` that built it."""
+
+    family: str
+    block: BlockConfig
+    vocab_size: int
+    num_layers: int
+    max_position: int
+    tie_word_embeddings: bool = False
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "num_layers", "max_position"):
+            value = getattr(self, name)
+            _require(value > 0, f"{name} must be positive, found {value}")
+
+    @property
+    def hidden_size(self) -> int:
+        return self.block.hidden_size
+
+
+def default_taps(num_layers: int) -> tuple[int, int, int]:
+    """The boundaries that EAGLE-3 and vLLM tap when a head names none: (2, L//2, L-3).
+
+    Boundary x is the residual stream after x layers have run (0 embedding, L last layer).
+
+    Raises:
+        ConfigError: the three collide, so that a shallow target needs explicit taps.
+    """
+    taps = (2, num_layers // 2, num_layers - 3)
+    _require(
+        0 <= taps[0] < taps[1] < taps[2],
+        f"the default taps {taps} collide on a target of {num_layers} layers; name the taps explicitly",
+    )
+    return taps
+
+
+@dataclasses.dataclass(frozen=True)
+class DrafterConfig:
+    """A P-EAGLE or EAGLE-3 head (p-eagle-spec 1.2).
+
+    ``taps`` are target boundaries 0..L in concatenation order. ``num_depths`` is K_train, the
+    most draft tokens that the head was trained for (1 for EAGLE-3, whose passes are sequential).
+    ``mask_token_id`` is None for EAGLE-3.
+    """
+
+    method: Method
+    block: BlockConfig
+    num_layers: int
+    vocab_size: int
+    draft_vocab_size: int
+    target_hidden_size: int
+    taps: tuple[int, ...]
+    max_position: int
+    num_depths: int = 8
+    mask_token_id: int | None = None
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+
+    def __post_init__(self) -> None:
+        _require(self.method in ("peagle", "eagle3"), f"method {self.method!r} is not peagle or eagle3")
+        _require(self.num_layers > 0, f"num_hidden_layers must be positive, found {self.num_layers}")
+        _require(len(self.taps) > 0, "a head needs at least one tap")
+        _require(
+            0 < self.draft_vocab_size <= self.vocab_size,
+            f"draft_vocab_size must be in 1..{self.vocab_size}, found {self.draft_vocab_size}",
+        )
+        if self.method == "peagle":
+            _require(
+                self.mask_token_id is not None,
+                "a P-EAGLE head needs a mask token id (mask_token_id, ptd_token_id or pard_token)",
+            )
+            _require(
+                0 <= (self.mask_token_id or 0) < self.vocab_size,
+                f"mask token id {self.mask_token_id} is outside the vocabulary of {self.vocab_size}",
+            )
+            _require(self.num_depths >= 1, f"num_depths must be at least 1, found {self.num_depths}")
+
+    @property
+    def hidden_size(self) -> int:
+        return self.block.hidden_size
+
+    @property
+    def feature_size(self) -> int:
+        """C: width of the fused taps, the input of fc."""
+        return len(self.taps) * self.target_hidden_size
+
+
+@dataclasses.dataclass(frozen=True)
+class SpecConfig:
+    """How a round speculates: K drafts from a head of ``method``; K = 0 is plain decode.
+
+    ``rounds`` is R, rounds in one dispatch (static).
+    """
+
+    num_speculative_tokens: int = 0
+    method: Method | None = None
+    rounds: int = 1
+
+    def __post_init__(self) -> None:
+        _require(
+            self.num_speculative_tokens >= 0,
+            f"num_speculative_tokens must not be negative, found {self.num_speculative_tokens}",
+        )
+        _require(self.rounds >= 1, f"rounds must be at least 1, found {self.rounds}")
+        if self.num_speculative_tokens and self.method is None:
+            raise ConfigError("speculation needs a head: method is None but num_speculative_tokens > 0")

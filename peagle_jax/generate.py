@@ -1,0 +1,305 @@
+"""``python -m peagle_jax.generate``: decodes one prompt and says how fast and how well drafted."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from peagle_jax import commands
+from peagle_jax.commands import CommandError, Loaded
+from peagle_jax.layers.attention import packed_attention
+from peagle_jax.models import stack
+from peagle_jax.serve.detokenize import Answer
+from peagle_jax.speculative.decoder import Decoder
+from peagle_jax.speculative.sampling import SamplingParams, filter_logits, gumbel_noise, sampling_state
+from peagle_jax.speculative.statistics import AcceptanceStatistics
+
+DEFAULT_MAX_TOKENS = 256
+TIE = 1e-4
+"""Steps of different width may round differently: a smaller margin is a tie, not a fault."""
+
+_EPILOG = """\
+examples:
+  python -m peagle_jax.generate --prompt "Why is the sky blue?"
+  python -m peagle_jax.generate --prompt "Write a poem" --compare
+  python -m peagle_jax.generate --model ./my-model --head ./my-head --prompt - < question.txt
+"""
+
+
+@dataclasses.dataclass
+class Run:
+    """One decoded prompt. ``tokens_per_second`` counts the tokens after the first, and their time."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    time_to_first_token: float
+    tokens_per_second: float
+    acceptance: AcceptanceStatistics
+
+
+def decode(
+    decoder: Decoder,
+    tokenizer: Any,
+    prompt_ids: list[int],
+    sampling: SamplingParams,
+    max_tokens: int,
+    stop_ids: set[int],
+    num_speculative_tokens: int,
+    show: Callable[[str], None] = lambda text: None,
+) -> Run:
+    """Decodes with a warm decoder; ``show`` gets the text as it comes."""
+    answer = Answer(tokenizer)
+    acceptance = AcceptanceStatistics(num_speculative_tokens)
+    text: list[str] = []
+    ids: list[int] = []
+    first_count, first_time, finish = 0, 0.0, "length"
+    began = time.perf_counter()
+    for result in decoder.generate(prompt_ids, sampling, max_tokens, stop_ids):
+        delta = answer.add(result.tokens, result.finish_reason)
+        if not ids:
+            first_count, first_time = len(delta.token_ids), time.perf_counter() - began
+        acceptance.add(result.accepted, result.drafted)
+        ids += delta.token_ids
+        text.append(delta.text)
+        show(delta.text)
+        finish = delta.finish_reason or finish
+    total = time.perf_counter() - began
+    if len(ids) > first_count:
+        rate = (len(ids) - first_count) / max(total - first_time, 1e-9)
+    else:
+        rate = len(ids) / max(total, 1e-9)
+    return Run("".join(text), ids, finish, first_time, rate, acceptance)
+
+
+def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
+    """The index at which two sequences part, None if they are equal."""
+    if list(a) == list(b):
+        return None
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def logits_after(loaded: Loaded, prefix: Sequence[int]) -> jnp.ndarray:
+    """The target's next-token logits (V,), float32, from one pass over ``prefix``."""
+    params, cfg = loaded.target.params, loaded.target.config
+    tokens = jnp.array([prefix], jnp.int32)
+    document = jnp.zeros_like(tokens)
+    out = stack.forward_packed(
+        params,
+        cfg,
+        tokens,
+        jnp.arange(len(prefix))[None],
+        lambda q, k, v: packed_attention(q, k, v, document, params.embed.dtype),
+    )
+    return stack.logits(params, cfg, out.hidden[:, -1])[0]
+
+
+def token_scores(logits: jnp.ndarray, sampling: SamplingParams, position: int) -> jnp.ndarray:
+    """What the sampling rule takes the argmax of, (V,): logits if greedy, else filtered ones with noise."""
+    if sampling.temperature == 0:
+        return logits
+    state = sampling_state([sampling])
+    noise = gumbel_noise(state, jnp.array([[position]]), jnp.arange(logits.shape[0]))
+    return (filter_logits(logits[None, None], state) + noise)[0, 0]
+
+
+def compare(
+    loaded: Loaded, prompt_ids: list[int], sampling: SamplingParams, run: Run, baseline: Run
+) -> dict[str, Any]:
+    """What ``--compare`` reports: speed, and where and how closely the tokens part if they do."""
+    place = first_difference(run.token_ids, baseline.token_ids)
+    report: dict[str, Any] = {
+        "baseline_tokens_per_second": baseline.tokens_per_second,
+        "speedup": run.tokens_per_second / baseline.tokens_per_second,
+        "identical": place is None,
+    }
+    if place is None:
+        return report
+    difference: dict[str, Any] = {"position": place}
+    if place < min(len(run.token_ids), len(baseline.token_ids)):
+        ours, theirs = run.token_ids[place], baseline.token_ids[place]
+        logits = logits_after(loaded, [*prompt_ids, *baseline.token_ids[:place]])
+        scores = token_scores(logits, sampling, len(prompt_ids) + place)
+        margin = float(abs(scores[ours] - scores[theirs]))
+        difference |= {"token_id": ours, "baseline_token_id": theirs, "margin": margin, "tie": margin < TIE}
+    return report | {"first_difference": difference}
+
+
+def build_parser() -> commands.Parser:
+    parser = commands.Parser(
+        prog="python -m peagle_jax.generate",
+        description="Decode one prompt with speculation and report speed and acceptance.",
+        epilog=_EPILOG,
+    )
+    add = parser.add_argument
+    add("--prompt", required=True, help="the user's message; - reads it from standard input")
+    add("--model", help="a Hugging Face folder or hub id, or a .gguf file (default: the embedded model)")
+    add("--tokenizer", help="a folder or hub id with another tokenizer")
+    add("--revision", help="of a hub id")
+    add("--head", help="a head's folder or hub id, or none (default: the embedded model's own head)")
+    add(
+        "--num-speculative-tokens",
+        type=int,
+        metavar="K",
+        help="tokens drafted a round (default: what the head was trained for; 0: plain decoding)",
+    )
+    add("--max-tokens", type=int, metavar="N", help=f"new tokens at most (default: {DEFAULT_MAX_TOKENS})")
+    add("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    add("--top-p", type=float, default=1.0)
+    add("--top-k", type=int, default=0, help="0 is off (default)")
+    add("--min-p", type=float, default=0.0)
+    add("--seed", type=int, default=0, help="the same seed gives the same tokens, with any head (default: 0)")
+    add("--dtype", choices=commands.DTYPES, default="auto", help="of the weights (default: auto)")
+    add("--raw", action="store_true", help="the prompt as it is, without the model's chat template")
+    add("--compare", action="store_true", help="also decode without the head, and compare tokens and speed")
+    add("--json", action="store_true", help="print one JSON object and nothing else")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
+    sampling = _sampling(args)
+    if args.max_tokens is not None and args.max_tokens < 1:
+        raise CommandError(f"--max-tokens must be 1 or more, found {args.max_tokens}")
+    head, k = args.head, args.num_speculative_tokens
+    if head == "none":
+        if k:
+            raise CommandError(f"--head none decodes plainly, but --num-speculative-tokens is {k}; drop one of them")
+        head, k = None, 0
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    loaded = commands.load(
+        args.model, head, k, dtype=args.dtype, revision=args.revision, tokenizer=args.tokenizer
+    )
+    prompt_ids = _prompt_ids(loaded.target.tokenizer, prompt, args.raw)
+    max_tokens = _room(loaded, len(prompt_ids), args.max_tokens)
+    k = loaded.num_speculative_tokens
+    stop_ids = set(loaded.target.config.eos_token_ids)
+    needed = len(prompt_ids) + max_tokens
+
+    def run(speculative: bool, show: Callable[[str], None]) -> Run:
+        decoder = loaded.decoder(needed, speculative=speculative)
+        decoder.warm_up()
+        tokenizer = loaded.target.tokenizer
+        return decode(
+            decoder, tokenizer, prompt_ids, sampling, max_tokens, stop_ids, k if speculative else 0, show
+        )
+
+    quiet = args.json
+    result = run(True, _silent if quiet else _print_text)
+    report = _report(loaded, len(prompt_ids), result)
+    if args.compare:
+        report |= compare(loaded, prompt_ids, sampling, result, run(False, _silent))
+    if quiet:
+        print(json.dumps(report, ensure_ascii=False))
+    else:
+        print("\n\n" + "\n".join(_lines(report)))
+    return 0
+
+
+def _silent(text: str) -> None:
+    pass
+
+
+def _print_text(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def _sampling(args: argparse.Namespace) -> SamplingParams:
+    try:
+        return SamplingParams(
+            temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p, seed=args.seed
+        )
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+
+
+def _prompt_ids(tokenizer: Any, prompt: str, raw: bool) -> list[int]:
+    if raw:
+        return tokenizer.encode(prompt)
+    if not getattr(tokenizer, "chat_template", None):
+        raise CommandError("the model has no chat template; use --raw to send the prompt as it is")
+    messages = [{"role": "user", "content": prompt}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def _room(loaded: Loaded, prompt: int, wanted: int | None) -> int:
+    limit = loaded.target.config.max_position
+    if prompt == 0:
+        raise CommandError("the prompt is empty; give at least one token")
+    if prompt >= limit:
+        raise CommandError(f"the prompt has {prompt} tokens; the context of {limit} takes at most {limit - 1}")
+    if wanted is None:
+        return min(DEFAULT_MAX_TOKENS, limit - prompt)
+    if prompt + wanted > limit:
+        raise CommandError(
+            f"the prompt has {prompt} tokens and --max-tokens is {wanted}, more than the context of {limit}; "
+            f"ask for at most {limit - prompt}"
+        )
+    return wanted
+
+
+def _report(loaded: Loaded, prompt_tokens: int, run: Run) -> dict[str, Any]:
+    head = loaded.head
+    return {
+        "text": run.text,
+        "token_ids": run.token_ids,
+        "finish_reason": run.finish_reason,
+        "prompt_tokens": prompt_tokens,
+        "time_to_first_token": run.time_to_first_token,
+        "tokens_per_second": run.tokens_per_second,
+        "mean_acceptance_length": run.acceptance.mean_acceptance_length,
+        "acceptance_per_position": list(run.acceptance.acceptance_per_position),
+        "num_speculative_tokens": loaded.num_speculative_tokens,
+        "model": loaded.target.name,
+        "head": head and head.source,
+        "method": head and head.config.method,
+        "dtype": loaded.dtype.name,
+    }
+
+
+def _lines(report: dict[str, Any]) -> list[str]:
+    """The report for people."""
+    k = report["num_speculative_tokens"]
+    lines = [
+        f"{len(report['token_ids'])} tokens ({report['finish_reason']}), "
+        f"{report['tokens_per_second']:.1f} tokens/s after the first, "
+        f"which took {report['time_to_first_token'] * 1000:.0f} ms for {report['prompt_tokens']} prompt tokens"
+    ]
+    if k:
+        shares = " ".join(f"{share:.2f}" for share in report["acceptance_per_position"])
+        lines.append(f"acceptance length {report['mean_acceptance_length']:.2f} (K = {k}), per position {shares}")
+    else:
+        lines.append("plain decoding: no head")
+    if "speedup" in report:
+        lines.append(
+            f"without the head {report['baseline_tokens_per_second']:.1f} tokens/s: {report['speedup']:.2f} times as fast"
+        )
+        lines.append(_verdict(report))
+    return lines
+
+
+def _verdict(report: dict[str, Any]) -> str:
+    if report["identical"]:
+        return "tokens: the same with and without the head"
+    difference = report["first_difference"]
+    place = f"tokens: they part at {difference['position']}"
+    if "margin" not in difference:
+        return f"{place}, where one of them ends"
+    margin = f"{place}, where the target's margin is {difference['margin']:.1e}"
+    if difference["tie"]:
+        return f"{margin}: a tie"
+    if report["dtype"] != "float32":
+        return f"{margin}; {report['dtype']} rounds, so check with --dtype float32"
+    return f"{margin}: not a tie, please report it"
+
+
+if __name__ == "__main__":
+    sys.exit(commands.run_command(main))

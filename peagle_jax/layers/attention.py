@@ -1,0 +1,104 @@
+"""Attention of new rows over a cache and over each other.
+
+Scores over the committed cache and over the step's own rows are two parts of one softmax, so the
+layers only read the cache. The step's own keys are written once, after the last layer. The own
+part takes any T x T mask: causal for a chain, a tree mask for a tree.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+NEGATIVE = -1e30  # finite, so that a fully masked row yields zeros, never NaN
+
+
+def grouped(q: Float[Array, "b t n h"], num_kv_heads: int) -> Float[Array, "b g rt h"]:
+    """Query heads as rows of their kv head: (B, T, N, H) -> (B, G, N/G * T, H)."""
+    b, t, n, h = q.shape
+    q = q.reshape(b, t, num_kv_heads, n // num_kv_heads, h)
+    return q.transpose(0, 2, 3, 1, 4).reshape(b, num_kv_heads, -1, h)
+
+
+def ungrouped(out: Float[Array, "b g rt h"], t: int) -> Float[Array, "b t nh"]:
+    """Inverse of ``grouped`` with heads flattened: (B, G, N/G * T, H) -> (B, T, N * H)."""
+    b, g, rows, h = out.shape
+    return out.reshape(b, g, rows // t, t, h).transpose(0, 3, 1, 2, 4).reshape(b, t, -1)
+
+
+def cached_attention(
+    q: Float[Array, "b t n h"],
+    k_new: Float[Array, "b t g h"],
+    v_new: Float[Array, "b t g h"],
+    k_cache: Shaped[Array, "b g s h"],
+    v_cache: Shaped[Array, "b g s h"],
+    lengths: Int[Array, " b"],
+    own_mask: Bool[Array, "b t t"],
+) -> Float[Array, "b t nh"]:
+    """Softmax attention over cache slots < ``lengths`` and over own rows by ``own_mask``.
+
+    ``own_mask[b, i, j]``: row i sees row j. Returns float32 (B, T, N*H).
+    """
+    t, g = q.shape[1], k_new.shape[2]
+    dtype = k_cache.dtype
+    rows = grouped(q * q.shape[-1] ** -0.5, g).astype(dtype)
+    old = jnp.einsum("bgth,bgsh->bgts", rows, k_cache, preferred_element_type=jnp.float32)
+    visible = jnp.arange(k_cache.shape[2]) < lengths[:, None]
+    old = jnp.where(visible[:, None, None, :], old, NEGATIVE)
+    own = jnp.einsum("bgth,bsgh->bgts", rows, k_new.astype(dtype), preferred_element_type=jnp.float32)
+    own = own.reshape(*own.shape[:2], -1, t, t)
+    own = jnp.where(own_mask[:, None, None], own, NEGATIVE).reshape(*old.shape[:3], t)
+
+    top = jnp.maximum(old.max(-1), own.max(-1))[..., None]
+    p_old = jnp.where(visible[:, None, None, :], jnp.exp(old - top), 0.0)
+    p_own = jnp.exp(own - top)
+    total = p_old.sum(-1) + p_own.sum(-1)
+    out = jnp.einsum("bgts,bgsh->bgth", p_old.astype(dtype), v_cache, preferred_element_type=jnp.float32)
+    out += jnp.einsum(
+        "bgts,bsgh->bgth", p_own.astype(dtype), v_new.astype(dtype), preferred_element_type=jnp.float32
+    )
+    return ungrouped(out / total[..., None], t)
+
+
+def packed_attention(
+    q: Float[Array, "b n q h"],
+    k: Float[Array, "b n g h"],
+    v: Float[Array, "b n g h"],
+    segment_ids: Int[Array, "b n"],
+    dtype: jnp.dtype | None = None,
+    query_chunk: int = 1024,
+) -> Float[Array, "b n qh"]:
+    """Causal attention of whole rows in which documents (equal ``segment_ids``) stand apart.
+
+    ``dtype`` is the operands' (float32 by default; accumulation is float32). Longer rows run
+    ``query_chunk`` queries at a time, recomputed in the reverse pass, so that no n x n array lives.
+    """
+    b, n, heads, h = q.shape
+    g = k.shape[2]
+    dtype = jnp.dtype(jnp.float32) if dtype is None else dtype
+    k, v = k.astype(dtype), v.astype(dtype)
+    along = jnp.arange(n)
+
+    def rows(q: Array, ids: Array, index: Array) -> Array:
+        t = q.shape[1]
+        seen = (along <= index[:, None]) & (segment_ids[:, None] == ids[..., None])
+        flat = grouped(q * h**-0.5, g).astype(dtype)
+        scores = jnp.einsum("bgth,bsgh->bgts", flat, k, preferred_element_type=jnp.float32)
+        scores = jnp.where(seen[:, None, None], scores.reshape(b, g, -1, t, n), NEGATIVE)
+        p = jax.nn.softmax(scores, axis=-1).astype(dtype).reshape(b, g, -1, n)
+        return ungrouped(jnp.einsum("bgts,bsgh->bgth", p, v, preferred_element_type=jnp.float32), t)
+
+    if n <= query_chunk:
+        return rows(q, segment_ids, along)
+    pad = -n % query_chunk
+    q = jnp.pad(q, ((0, 0), (0, pad), (0, 0), (0, 0))).reshape(b, -1, query_chunk, heads, h).swapaxes(0, 1)
+    ids = jnp.pad(segment_ids, ((0, 0), (0, pad))).reshape(b, -1, query_chunk).swapaxes(0, 1)
+    index = jnp.arange(n + pad).reshape(-1, query_chunk)
+    out = jax.lax.map(lambda xs: jax.checkpoint(rows)(*xs), (q, ids, index))
+    return out.swapaxes(0, 1).reshape(b, n + pad, heads * h)[:, :n]
+
+
+def causal_mask(b: int, t: int) -> Bool[Array, "b t t"]:
+    """Own-row mask of a chain: row i sees rows 0..i."""
+    return jnp.broadcast_to(jnp.tril(jnp.ones((t, t), bool)), (b, t, t))

@@ -1,0 +1,47 @@
+"""Maps the per-replica step over the replica axis: ``jax.pmap``, or the shard_map it is made of.
+
+pmap can hold neither a tensor axis nor a second mesh inside, so ``shard_map`` is the form for
+those; both run the same step and give the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+Backend = Literal["pmap", "shard_map"]
+AXIS = "data"
+
+
+def replicate(
+    step: Callable[..., Any], devices: Sequence[jax.Device], backend: Backend = "pmap"
+) -> Callable[..., Any]:
+    """``step(params, state, chunk) -> (state, output)`` over replicas, one a device.
+
+    ``params`` are shared; every leaf of ``state``, ``chunk`` and the results has a leading replica
+    axis of ``len(devices)``. The state is donated.
+
+    Raises:
+        ValueError: the backend is neither pmap nor shard_map.
+    """
+    if backend == "pmap":
+        return jax.pmap(
+            step, axis_name=AXIS, in_axes=(None, 0, 0), donate_argnums=(1,), devices=list(devices)
+        )
+    if backend != "shard_map":
+        raise ValueError(f"replicate backend {backend!r} is unknown; expected pmap or shard_map")
+    mesh = Mesh(np.array(devices), (AXIS,))
+
+    def one_replica(params: Any, state: Any, chunk: Any) -> Any:
+        state, chunk = jax.tree.map(lambda x: x[0], (state, chunk))
+        return jax.tree.map(lambda x: x[None], step(params, state, chunk))
+
+    split, shared = PartitionSpec(AXIS), PartitionSpec()
+    mapped = jax.shard_map(
+        one_replica, mesh=mesh, in_specs=(shared, split, split), out_specs=split, check_vma=False
+    )
+    return jax.jit(mapped, donate_argnums=(1,))

@@ -1,0 +1,167 @@
+"""``python -m peagle_jax.serve``: an OpenAI-compatible server for one model and its head."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+
+import uvicorn
+from fastapi import FastAPI
+
+from peagle_jax import commands
+from peagle_jax.commands import CommandError
+from peagle_jax.serve.app import create_app, version
+from peagle_jax.serve.engine import Engine
+from peagle_jax.serve.serving import SamplingDefaults, ServedModel
+from peagle_jax.serve.speculative_config import SpeculativeOptions, parse_speculative_config
+
+FINISH_WITHIN = 25
+"""Seconds that running requests get after a signal; container platforms kill after 30."""
+
+_EPILOG = """\
+examples:
+  python -m peagle_jax.serve
+      the embedded model with its P-EAGLE head
+  python -m peagle_jax.serve ./my-model \\
+      --speculative-config '{"method": "peagle", "model": "./my-head", "num_speculative_tokens": 5}'
+
+keys of --speculative-config (all optional; null switches speculation off):
+  method                  peagle, p_eagle or eagle3 (default: what the head is)
+  model                   the head, a folder or a hub id (default: the embedded model's own head)
+  num_speculative_tokens  drafted a round (default: what the head was trained for; 0: off)
+  parallel_drafting       true: P-EAGLE, false: EAGLE-3 (eagle3 with true is how vLLM writes P-EAGLE)
+"""
+
+
+def build_parser() -> commands.Parser:
+    parser = commands.Parser(
+        prog="python -m peagle_jax.serve",
+        description="Serve a model over OpenAI's HTTP API, with speculative decoding. Flags as in vLLM.",
+        epilog=_EPILOG,
+    )
+    add = parser.add_argument
+    add("model_tag", nargs="?", metavar="MODEL", help="same as --model")
+    add("--model", help="a Hugging Face folder or hub id, or a .gguf file (default: the embedded model)")
+    add("--tokenizer", help="a folder or hub id with another tokenizer")
+    add("--revision", help="of a hub id")
+    add("--speculative-config", metavar="JSON", help="the head and how it drafts; see below")
+    add("--host", default="127.0.0.1", help="0.0.0.0 serves other machines (default: %(default)s)")
+    add("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
+    add("--max-model-len", type=int, metavar="N", help="prompt and answer together (default: the model's; on CPU at most 2048)")
+    add("--dtype", choices=commands.DTYPES, default="auto", help="of the weights (default: auto)")
+    add("--served-model-name", nargs="+", metavar="NAME", help="names that requests may use (default: the model's)")
+    add("--seed", type=int, help="makes requests without a seed repeatable from start to start")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
+    if args.model_tag and args.model and args.model_tag != args.model:
+        raise CommandError(f"MODEL is {args.model_tag!r} but --model is {args.model!r}; give one of them")
+    model = args.model or args.model_tag
+    options = SpeculativeOptions()
+    if args.speculative_config is not None:
+        options = parse_speculative_config(args.speculative_config)
+    sock = bind(args.host, args.port)  # before minutes of loading, so that a busy port is told at once
+
+    began = time.perf_counter()
+    loaded = commands.load(
+        model,
+        options.model,
+        options.num_speculative_tokens,
+        method=options.method,
+        dtype=args.dtype,
+        revision=args.revision,
+        tokenizer=args.tokenizer,
+    )
+    max_model_len = commands.context_limit(loaded.target, args.max_model_len)
+    defaults = SamplingDefaults.from_generation_config(loaded.target.generation)
+    names = args.served_model_name or [model or loaded.target.name]
+    print(f"peagle_jax {version()}", flush=True)
+    lines = [
+        *commands.describe(loaded, max_model_len),
+        ("sampling", f"{defaults.describe()} unless a request says otherwise"),
+        ("served as", ", ".join(names)),
+        ("loaded in", f"{time.perf_counter() - began:.1f} s; compiling now"),
+    ]
+    for name, value in lines:
+        print(f"  {name:<14} {value}", flush=True)
+
+    url = f"http://{args.host}:{sock.getsockname()[1]}"
+    failure: list[Exception] = []
+
+    def on_warm(outcome: float | Exception) -> None:
+        if isinstance(outcome, Exception):
+            failure.append(outcome)
+            server.should_exit = True
+        else:
+            print(f"  {'compiled in':<14} {outcome:.1f} s\nready: {url}/v1/chat/completions", flush=True)
+
+    engine = Engine(
+        loaded.decoder(max_model_len),
+        copy.deepcopy(loaded.target.tokenizer),
+        loaded.num_speculative_tokens,
+        on_warm,
+    )
+    served = ServedModel(
+        names,
+        loaded.target.tokenizer,
+        max_model_len,
+        loaded.target.config.vocab_size,
+        loaded.target.config.eos_token_ids,
+        defaults,
+        args.seed,
+    )
+    server = make_server(create_app(engine, served))
+    run_server(server, sock)
+    if failure:
+        print(f"error: the model could not be compiled: {failure[0]}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket that does not listen yet.
+
+    Raises:
+        CommandError: the address cannot be had.
+    """
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+    except (OSError, OverflowError) as error:
+        raise CommandError(f"cannot listen on {host}:{port}: {error}; choose another --host or --port") from error
+    return sock
+
+
+def make_server(app: FastAPI) -> uvicorn.Server:
+    """A server that, told to stop, lets running requests finish for FINISH_WITHIN seconds."""
+    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=FINISH_WITHIN)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    for noisy in ("jax", "httpx", "huggingface_hub"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    return uvicorn.Server(config)
+
+
+def run_server(server: uvicorn.Server, sock: socket.socket) -> None:
+    """Serves until SIGTERM or SIGINT. uvicorn raises the signal again when it is done; that is the
+    good end of a server, so it is not passed on."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    server.run(sockets=[sock])
+
+
+if __name__ == "__main__":
+    status = commands.run_command(main)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # A compilation cannot be interrupted, and an interpreter that ends under one may crash.
+    os._exit(status)

@@ -1,0 +1,157 @@
+"""From a client's request to the engine's: the model served, its context, its template, its defaults."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from peagle_jax.serve.engine import EngineRequest
+from peagle_jax.serve.protocol import APIError, ChatRequest, CompletionRequest, GenerationRequest
+from peagle_jax.speculative.decoder import MAX_STOP_IDS
+from peagle_jax.speculative.sampling import SamplingParams
+
+GREEDY_BELOW = 1e-5
+"""Temperatures under this are greedy (vLLM's bound); dividing by them would overflow float32."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingDefaults:
+    """What a request gets that names no value: ``generation_config.json``'s, else OpenAI's."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+
+    @classmethod
+    def from_generation_config(cls, values: dict[str, Any]) -> SamplingDefaults:
+        """Reads the known keys; None means absent."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        return cls(**{name: values[name] for name in names if values.get(name) is not None})
+
+    def describe(self) -> str:
+        return ", ".join(f"{name} {value}" for name, value in dataclasses.asdict(self).items())
+
+
+@dataclasses.dataclass
+class ServedModel:
+    """What the endpoints serve. ``names[0]`` is the name in answers.
+
+    ``tokenizer`` is used by one thread at a time, and not by the engine.
+    """
+
+    names: Sequence[str]
+    tokenizer: Any
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    defaults: SamplingDefaults = SamplingDefaults()
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        self._seeds = random.Random(self.seed)
+
+    def prepare(self, body: GenerationRequest, request_id: str) -> EngineRequest:
+        """Checks a request against the model. Slow for a long prompt: it is tokenised here.
+
+        Raises:
+            APIError: another model, a prompt that cannot be read or does not fit, ids that do not exist.
+        """
+        if body.model is not None and body.model not in self.names:
+            raise APIError(
+                f"the model {body.model!a} does not exist; this server has {', '.join(self.names)}",
+                status=404,
+                param="model",
+                code="model_not_found",
+            )
+        if isinstance(body, ChatRequest):
+            prompt, param = self._chat_prompt(body), "messages"
+        elif isinstance(body, CompletionRequest):
+            prompt, param = self._completion_prompt(body), "prompt"
+        else:
+            raise TypeError(f"no endpoint for {type(body).__name__}")
+        max_tokens = self._room(len(prompt), body.wanted_tokens, param)
+        self._check_ids(body.stop_token_ids or [], "stop_token_ids")
+        stop_ids = frozenset((*(() if body.ignore_eos else self.eos_token_ids), *(body.stop_token_ids or ())))
+        if len(stop_ids) > MAX_STOP_IDS:
+            raise APIError(
+                f"stop_token_ids: with the model's own, at most {MAX_STOP_IDS} are possible, found {len(stop_ids)}",
+                param="stop_token_ids",
+                code="invalid_value",
+            )
+        return EngineRequest(
+            request_id=request_id,
+            prompt_ids=tuple(prompt),
+            sampling=self._sampling(body),
+            max_tokens=max_tokens,
+            stop_ids=stop_ids,
+            stop=body.stop,
+        )
+
+    def _chat_prompt(self, body: ChatRequest) -> list[int]:
+        messages = [message.model_dump() for message in body.messages]
+        try:
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # a template is a program of the model's author
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise APIError(
+                f"the model's chat template refused the messages: {reason}", param="messages", code="invalid_value"
+            ) from error
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _completion_prompt(self, body: CompletionRequest) -> list[int]:
+        if isinstance(body.prompt, str):
+            return self.tokenizer.encode(body.prompt)
+        self._check_ids(body.prompt, "prompt")
+        return body.prompt
+
+    def _check_ids(self, ids: Sequence[int], param: str) -> None:
+        wrong = next((i for i in ids if not 0 <= i < self.vocab_size), None)
+        if wrong is not None:
+            raise APIError(
+                f"{param}: token id {str(wrong)[:24]} is not in the vocabulary of {self.vocab_size}",
+                param=param,
+                code="invalid_value",
+            )
+
+    def _room(self, prompt: int, wanted: int | None, param: str) -> int:
+        """How many tokens may be generated."""
+        limit = self.max_model_len
+        if prompt == 0:
+            raise APIError("the prompt is empty; send at least one token", param=param, code="invalid_value")
+        if prompt >= limit:
+            raise APIError(
+                f"the prompt has {prompt} tokens; this model's context of {limit} leaves room for a prompt "
+                f"of at most {limit - 1}; shorten the prompt",
+                param=param,
+                code="context_length_exceeded",
+            )
+        if wanted is None:
+            return limit - prompt
+        if prompt + wanted > limit:
+            raise APIError(
+                f"the prompt has {prompt} tokens and max_tokens is {str(wanted)[:24]}, more than this model's "
+                f"context of {limit}; ask for at most {limit - prompt}",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+        return wanted
+
+    def _sampling(self, body: GenerationRequest) -> SamplingParams:
+        def pick(name: str) -> Any:
+            value = getattr(body, name)
+            return getattr(self.defaults, name) if value is None else value
+
+        temperature = pick("temperature")
+        try:
+            return SamplingParams(
+                temperature=0.0 if temperature < GREEDY_BELOW else temperature,
+                top_k=min(max(pick("top_k"), 0), self.vocab_size),
+                top_p=pick("top_p"),
+                min_p=pick("min_p"),
+                seed=self._seeds.getrandbits(63) if body.seed is None else body.seed,
+            )
+        except ValueError as error:
+            raise APIError(str(error), code="invalid_value") from error

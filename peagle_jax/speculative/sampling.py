@@ -1,0 +1,155 @@
+"""The sampling rule, independent of the drafter.
+
+The token at absolute position p of a request is argmax(filtered logits / temperature + Gumbel noise),
+where the noise is a function of (request seed, p, token id) alone. Greedy is the case without
+noise. Verification computes that token at every drafted position and accepts while the draft equals
+it, so the output is the same with any head, any K and any batch mates. A drafter that adds the same
+noise to its own logits agrees more often.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.extend.random import threefry2x32_p
+from jaxtyping import Array, Float, Int
+
+from peagle_jax.layers.attention import NEGATIVE
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """One request's sampling (vLLM's names). Temperature 0 is greedy; top_k 0 or -1 is off.
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        def check(ok: bool, name: str, expected: str) -> None:
+            if not ok:
+                raise ValueError(f"{name} must be {expected}, found {getattr(self, name)}")
+
+        check(math.isfinite(self.temperature) and self.temperature >= 0, "temperature", "at least 0")
+        check(self.top_k >= -1, "top_k", "at least 1, or 0 or -1 for off")
+        check(0 < self.top_p <= 1, "top_p", "in (0, 1]")
+        check(0 <= self.min_p <= 1, "min_p", "in [0, 1]")
+        check(-(2**63) <= self.seed < 2**64, "seed", "a 64-bit integer")
+
+
+@struct.dataclass
+class SamplingState:
+    """Sampling of B requests: each leaf (B,), the seed as two uint32 words."""
+
+    temperature: Array
+    top_k: Array
+    top_p: Array
+    min_p: Array
+    seed_low: Array
+    seed_high: Array
+
+
+def sampling_state(params: list[SamplingParams]) -> SamplingState:
+    """Arrays of a batch's sampling parameters."""
+    words = [p.seed % 2**64 for p in params]
+    return SamplingState(
+        temperature=jnp.array([p.temperature for p in params], jnp.float32),
+        top_k=jnp.array([max(p.top_k, 0) for p in params], jnp.int32),
+        top_p=jnp.array([p.top_p for p in params], jnp.float32),
+        min_p=jnp.array([p.min_p for p in params], jnp.float32),
+        seed_low=jnp.array([w & 0xFFFFFFFF for w in words], jnp.uint32),
+        seed_high=jnp.array([w >> 32 for w in words], jnp.uint32),
+    )
+
+
+def first_argmax(x: Float[Array, "... v"]) -> Int[Array, "..."]:
+    """Index of the first maximum, int32, as two vectorised reductions.
+
+    XLA:CPU compiles argmax to a scalar loop. A row of NaN gives the last index, never an id
+    outside the vocabulary.
+    """
+    v = x.shape[-1]
+    index = jnp.arange(v, dtype=jnp.int32)
+    best = jnp.where(x == x.max(-1, keepdims=True), index, v - 1)
+    return best.min(-1)
+
+
+def gumbel_noise(
+    state: SamplingState, positions: Int[Array, "b t"], token_ids: Int[Array, " v"]
+) -> Float[Array, "b t v"]:
+    """Standard Gumbel noise keyed by (seed, position, token id): any shard can draw its own ids."""
+    shape = (*positions.shape, token_ids.shape[0])
+
+    def spread(x: Array) -> Array:
+        return jnp.broadcast_to(x, shape).astype(jnp.uint32)
+
+    bits, _ = threefry2x32_p.bind(
+        spread(state.seed_low[:, None, None]),
+        spread(state.seed_high[:, None, None]),
+        spread(token_ids),
+        spread(positions[..., None]),
+    )
+    # v near 0 becomes the large noise, where float32 is finest.
+    v = (bits.astype(jnp.float32) + 0.5) * 2.0**-32
+    return -jnp.log(-jnp.log1p(-jnp.minimum(v, 1.0 - 2.0**-24)))
+
+
+def _ranked_filters(logits: Array, top_k: Array, top_p: Array) -> Array:
+    """Top-k, then top-p over what is left; ties with the last kept value stay."""
+    v = logits.shape[-1]
+    ranked = jnp.sort(logits, axis=-1, descending=True)
+    k = jnp.where(top_k > 0, jnp.minimum(top_k, v), v)[:, None, None]
+    ranked = jnp.where(jnp.arange(v) < k, ranked, NEGATIVE)
+    p = jax.nn.softmax(ranked, axis=-1)
+    before = jnp.cumsum(p, axis=-1) - p
+    kept = (before < top_p[:, None, None]) & (ranked > NEGATIVE / 2)
+    kept = kept.at[..., 0].set(True)
+    threshold = jnp.min(jnp.where(kept, ranked, jnp.inf), axis=-1, keepdims=True)
+    return jnp.where(logits >= threshold, logits, NEGATIVE)
+
+
+def filter_logits(logits: Float[Array, "b t v"], state: SamplingState) -> Float[Array, "b t v"]:
+    """Logits after temperature, min-p, top-k and top-p, in vLLM's order; NEGATIVE where cut.
+
+    Rows with temperature 0 pass through unscaled.
+    """
+    heat = jnp.where(state.temperature > 0, state.temperature, 1.0)[:, None, None]
+    scaled = logits / heat
+    floor = scaled.max(-1, keepdims=True) + jnp.log(state.min_p)[:, None, None]
+    scaled = jnp.where(scaled >= floor, scaled, NEGATIVE)
+    ranked = jnp.any(state.top_k > 0) | jnp.any(state.top_p < 1)
+    return jax.lax.cond(
+        ranked, lambda x: _ranked_filters(x, state.top_k, state.top_p), lambda x: x, scaled
+    )
+
+
+def choose_tokens(
+    logits: Float[Array, "b t v"],
+    positions: Int[Array, "b t"],
+    state: SamplingState,
+    token_ids: Int[Array, " v"] | None = None,
+) -> Int[Array, "b t"]:
+    """Index into V of the token at each absolute position, for greedy and sampled rows alike.
+
+    ``token_ids`` are the target ids of the columns (a draft vocabulary); None is the identity.
+    Noise is drawn only when some row samples.
+    """
+    if token_ids is None:
+        token_ids = jnp.arange(logits.shape[-1])
+
+    def sample(logits: Array) -> Array:
+        noisy = filter_logits(logits, state) + gumbel_noise(state, positions, token_ids)
+        drawn = first_argmax(noisy)
+        return jnp.where(state.temperature[:, None] > 0, drawn, first_argmax(logits))
+
+    return jax.lax.cond(jnp.any(state.temperature > 0), sample, first_argmax, logits)

@@ -1,0 +1,295 @@
+"""Target features of packed rows, computed once and stored as memory-mapped arrays.
+
+A folder holds ``manifest.json`` (what was computed, of what, by which weights) and one folder a
+shard with plain .npy arrays: tokens, segment_ids, positions int32 (R, n), flags uint8 (R, n),
+features (R, n, C) and hidden (R, n, D), the normed last state. bfloat16 is stored as its bits
+(uint16), since .npy has no such type. A shard appears under its name only when it is complete.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jaxtyping import Array, Int
+
+from peagle_jax.config import TargetConfig
+from peagle_jax.layers.attention import NEGATIVE, grouped, ungrouped
+from peagle_jax.models import stack
+from peagle_jax.train.packing import PackedRows
+from peagle_jax.train.recipe import TrainError
+
+ARRAYS = ("tokens", "segment_ids", "positions", "flags", "features", "hidden")
+SPLITS = ("train", "heldout")
+VERSION = 1
+
+
+def packed_attention(
+    segment_ids: Int[Array, "b t"], dtype: jnp.dtype, block: int = 128
+) -> Callable[[Array, Array, Array], Array]:
+    """Causal attention within the documents of packed rows, as an ``Attend``.
+
+    Padding (segment -1) forms a document of its own, so that no row of scores is empty. Queries go
+    in blocks that read keys up to their own end only, which skips most of the masked half.
+    """
+    t = segment_ids.shape[1]
+    size = block if t % block == 0 else t
+
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        g = k.shape[2]
+        q = (q * q.shape[-1] ** -0.5).astype(dtype)
+        k, v = k.astype(dtype).swapaxes(1, 2), v.astype(dtype).swapaxes(1, 2)
+        out = []
+        for start in range(0, t, size):
+            end = start + size
+            rows = grouped(q[:, start:end], g)
+            scores = jnp.einsum("bgth,bgsh->bgts", rows, k[:, :, :end], preferred_element_type=jnp.float32)
+            same = segment_ids[:, start:end, None] == segment_ids[:, None, :end]
+            seen = same & (jnp.arange(end) <= jnp.arange(start, end)[:, None])
+            scores = scores.reshape(*scores.shape[:2], -1, size, end)
+            scores = jnp.where(seen[:, None, None], scores, NEGATIVE)
+            p = jnp.exp(scores - scores.max(-1, keepdims=True))
+            total = p.sum(-1).reshape(*p.shape[:2], -1, 1)
+            p = p.astype(dtype).reshape(*p.shape[:2], -1, end)
+            mixed = jnp.einsum("bgts,bgsh->bgth", p, v[:, :, :end], preferred_element_type=jnp.float32)
+            out.append(ungrouped(mixed / total, size))
+        return jnp.concatenate(out, 1)
+
+    return attend
+
+
+@functools.partial(jax.jit, static_argnames=("cfg", "taps", "dtype"))
+def compute(
+    params: stack.TargetParams,
+    cfg: TargetConfig,
+    tokens: Int[Array, "b t"],
+    segment_ids: Int[Array, "b t"],
+    positions: Int[Array, "b t"],
+    taps: tuple[int, ...],
+    dtype: jnp.dtype,
+) -> tuple[Array, Array]:
+    """Tapped features (B, T, C) and the normed last state (B, T, D), both of ``dtype``."""
+    attend = packed_attention(segment_ids, params.embed.dtype)
+    out = stack.forward_packed(params, cfg, tokens, positions, attend, taps)
+    return out.features.astype(dtype), stack.final_hidden(params, cfg, out.hidden).astype(dtype)
+
+
+def weights_digest(params: stack.TargetParams) -> str:
+    """sha256 over the shapes, dtypes and bytes of a target's weights, in its unrolled form."""
+    digest = hashlib.sha256()
+    for leaf in jax.tree.leaves(stack.unstack_layers(params)):
+        host = np.asarray(leaf)
+        digest.update(f"{host.shape}{host.dtype}".encode())
+        digest.update(np.ascontiguousarray(host).view(np.uint8))
+    return digest.hexdigest()
+
+
+@dataclasses.dataclass(frozen=True)
+class Identity:
+    """What stored features depend on. A folder with another identity is refused."""
+
+    target: str
+    weights: str
+    data: str
+    taps: tuple[int, ...]
+    dtype: str
+    row_length: int
+    hidden_size: int
+    vocab_size: int
+
+    def plain(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "taps": list(self.taps)}
+
+
+def rows_digest(splits: dict[str, PackedRows]) -> str:
+    """sha256 of the packed rows themselves: it changes with the data, the template, the tokenizer,
+    the packing and the held-out share."""
+    digest = hashlib.sha256()
+    for name in SPLITS:
+        for field in dataclasses.fields(PackedRows):
+            digest.update(np.ascontiguousarray(getattr(splits[name], field.name)))
+    return digest.hexdigest()
+
+
+def bytes_per_token(identity: Identity) -> int:
+    """Bytes on disk for one token of a row."""
+    width = identity.hidden_size * (len(identity.taps) + 1)
+    return width * (2 if identity.dtype == "bfloat16" else 4) + 3 * 4 + 1
+
+
+def open_folder(folder: Path, identity: Identity, plan: dict[str, list[int]]) -> None:
+    """Creates the manifest, or checks that the one there has this identity and plan.
+
+    Raises TrainError: the folder holds features of something else.
+    """
+    path = folder / "manifest.json"
+    wanted = {"version": VERSION, **identity.plain(), "shards": plan}
+    if path.exists():
+        found = read_manifest(folder)
+        for key, value in wanted.items():
+            if found.get(key) != value:
+                shown = "" if key in ("data", "weights", "shards") else f" {found.get(key)}, not {value}"
+                raise TrainError(
+                    f"{folder} holds features of other {key}{shown}; choose another features.folder or delete it"
+                )
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(path, wanted)
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The folder's manifest. Raises TrainError: none there, or not readable."""
+    try:
+        return json.loads((folder / "manifest.json").read_text())
+    except FileNotFoundError:
+        raise TrainError(
+            f"{folder} holds no features; compute them with `python -m peagle_jax.train features --config ...`"
+        ) from None
+    except json.JSONDecodeError as error:
+        raise TrainError(f"{folder}/manifest.json is not readable: {error.msg}; delete the folder") from error
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes JSON so that readers see the old file or the new one, never a part."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(value, indent=1) + "\n")
+    os.replace(part, path)
+
+
+def shard_name(split: str, index: int) -> str:
+    return f"{split}-{index:05d}"
+
+
+def shard_plan(rows: int, shard_rows: int) -> list[int]:
+    """Rows of each shard."""
+    return [min(shard_rows, rows - start) for start in range(0, rows, shard_rows)]
+
+
+def write_shard(folder: Path, name: str, arrays: dict[str, np.ndarray]) -> None:
+    """Writes a shard under a temporary name, then renames it. bfloat16 is stored as uint16."""
+    part = folder / f".{name}.part"
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    record = {}
+    for key, array in arrays.items():
+        array = np.ascontiguousarray(array)
+        stored = array.view(np.uint16) if array.dtype == ml_dtypes.bfloat16 else array
+        np.save(part / f"{key}.npy", stored)
+        record[key] = {"bytes": stored.nbytes, "crc32": zlib.crc32(stored.view(np.uint8))}
+    write_json(part / "shard.json", record)
+    os.replace(part, folder / name)
+
+
+def read_shard(folder: Path, name: str, dtype: str) -> dict[str, np.ndarray]:
+    """A shard's arrays, memory-mapped. Raises TrainError: the shard is missing or cut."""
+    where = folder / name
+    if not where.is_dir():
+        raise TrainError(f"{folder} lacks the shard {name}; run `python -m peagle_jax.train features` to finish it")
+    out = {}
+    for key in ARRAYS:
+        try:
+            array = np.load(where / f"{key}.npy", mmap_mode="r")
+        except (OSError, ValueError) as error:
+            raise TrainError(f"{where}/{key}.npy is not readable; delete {where} and compute it again") from error
+        out[key] = array.view(ml_dtypes.bfloat16) if array.dtype == np.uint16 and dtype == "bfloat16" else array
+    return out
+
+
+def verify_shard(folder: Path, name: str) -> None:
+    """Raises TrainError unless a shard's arrays have the checksums written with them."""
+    where = folder / name
+    try:
+        record = json.loads((where / "shard.json").read_text())
+        for key in ARRAYS:
+            stored = np.load(where / f"{key}.npy", mmap_mode="r")
+            if zlib.crc32(np.ascontiguousarray(stored).view(np.uint8)) != record[key]["crc32"]:
+                raise TrainError(f"{where}/{key}.npy has a wrong checksum; delete {where} and compute it again")
+    except (OSError, ValueError, KeyError) as error:
+        if isinstance(error, TrainError):
+            raise
+        raise TrainError(f"{where} is not readable; delete it and compute it again") from error
+
+
+def compute_shard(
+    params: stack.TargetParams,
+    cfg: TargetConfig,
+    rows: PackedRows,
+    identity: Identity,
+    batch_rows: int,
+    advance: Callable[[int], None] = lambda tokens: None,
+) -> dict[str, np.ndarray]:
+    """Arrays of one shard. The last batch is filled up with padding, so one shape compiles."""
+    dtype = jnp.dtype(identity.dtype)
+    parts: list[tuple[np.ndarray, np.ndarray]] = []
+    for start in range(0, len(rows), batch_rows):
+        batch = rows[start : start + batch_rows]
+        count = len(batch)
+        fill = ((0, batch_rows - count), (0, 0))
+        features, hidden = compute(
+            params,
+            cfg,
+            jnp.asarray(np.pad(batch.tokens, fill)),
+            jnp.asarray(np.pad(batch.segment_ids, fill, constant_values=-1)),
+            jnp.asarray(np.pad(batch.positions, fill)),
+            identity.taps,
+            dtype,
+        )
+        parts.append((np.asarray(features)[:count], np.asarray(hidden)[:count]))
+        advance(batch.tokens.size)
+    arrays = {f.name: getattr(rows, f.name) for f in dataclasses.fields(PackedRows)}
+    arrays["features"] = np.concatenate([f for f, _ in parts])
+    arrays["hidden"] = np.concatenate([h for _, h in parts])
+    if not all(np.isfinite(arrays[key].astype(np.float32)).all() for key in ("features", "hidden")):
+        raise TrainError("the target produced a value that is not finite; its weights or dtype cannot be used")
+    return arrays
+
+
+def compute_folder(
+    folder: Path,
+    params: stack.TargetParams,
+    cfg: TargetConfig,
+    splits: dict[str, PackedRows],
+    identity: Identity,
+    *,
+    batch_rows: int,
+    shard_rows: int,
+    advance: Callable[[int], None] = lambda tokens: None,
+) -> int:
+    """Computes every shard that is not there yet; returns how many were.
+
+    Raises TrainError: the folder belongs to another identity, or the disk is too small.
+    """
+    plan = {name: shard_plan(len(splits[name]), shard_rows) for name in SPLITS}
+    open_folder(folder, identity, plan)
+    missing = [
+        (split, i)
+        for split in SPLITS
+        for i in range(len(plan[split]))
+        if not (folder / shard_name(split, i)).is_dir()
+    ]
+    need = sum(plan[s][i] for s, i in missing) * identity.row_length * bytes_per_token(identity)
+    free = shutil.disk_usage(folder).free
+    if need > free:
+        raise TrainError(f"features need {need / 1e9:.1f} GB in {folder}, but {free / 1e9:.1f} GB are free")
+    stack.check_taps(cfg, identity.taps)
+    for split in SPLITS:
+        for i, count in enumerate(plan[split]):
+            if (split, i) not in missing:
+                advance(count * identity.row_length)
+                continue
+            rows = splits[split][i * shard_rows : i * shard_rows + count]
+            arrays = compute_shard(params, cfg, rows, identity, batch_rows, advance)
+            write_shard(folder, shard_name(split, i), arrays)
+    return len(missing)

@@ -1,0 +1,236 @@
+"""The P-EAGLE training pass: depth-0 rows once, then a scan over segments of rollouts.
+
+Element (a, d) has anchor a and depth d, reference position p = a + d. Depth 0 reads the token at
+a+1 with the feature at a; a deeper row reads the mask token with ``mask_hidden``. A row sees the
+depth-0 rows up to its anchor and its own rollout's rows up to its depth (p-eagle-spec 3.3).
+
+Depth-0 rows never see mask rows, so they run once, as an ordinary causal pass that leaves each
+layer's keys and values. Segments of rollouts then read those, and each row's at most K-1 rollout
+mates, as two parts of one softmax. Reverse mode through the scan adds up the cotangents of the
+depth-0 keys and values, so that the gradients are those of the flat N x K pass, while no row is
+computed twice and only one segment is alive at a time.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float
+
+from peagle_jax.config import DrafterConfig
+from peagle_jax.drafter.head import DrafterParams, draft_logits, fuse, run_head
+from peagle_jax.layers.attention import NEGATIVE, grouped, packed_attention, ungrouped
+from peagle_jax.layers.linear import vocabulary_product
+from peagle_jax.train.losses import Metrics, agrees, kl_divergence
+
+
+@struct.dataclass
+class Batch:
+    """B packed rows of n positions. Documents in a row have ids >= 0, padding has -1.
+
+    ``anchors`` and ``lengths`` hold the rollouts of COD dropping, the same static layout in every
+    segment: the rows of depth d are the first M_d anchors, real where d <= length.
+    """
+
+    tokens: Array  # int32 (B, n)
+    segment_ids: Array  # int32 (B, n)
+    positions: Array  # int32 (B, n), restarting with each document
+    loss_flags: Array  # bool (B, n), on the label token itself
+    features: Array  # (B, n, C), the taps
+    target_hidden: Array  # (B, n, D), the target's last state after its final norm
+    anchors: Array  # int32 (segments, B, M_1)
+    lengths: Array  # int32 (segments, B, M_1), 0 where unused
+
+
+def shifted(x: Array, by: int) -> Array:
+    """x moved left along axis 1 by ``by``, zeros at the end."""
+    return jnp.pad(x[:, by:], ((0, 0), (0, by)) + ((0, 0),) * (x.ndim - 2))
+
+
+def supervised(batch: Batch) -> Array:
+    """Reference positions p that carry loss: x_{p+2} is flagged and p..p+2 are one document."""
+    flags = shifted(batch.loss_flags, 2).astype(bool)
+    ids = batch.segment_ids
+    inside = (ids >= 0) & (shifted(ids + 1, 2) - 1 == ids)
+    return flags & inside
+
+
+def _row_losses(
+    params: DrafterParams, cfg: DrafterConfig, target_head: Array, hidden: Array, target_hidden: Array
+) -> tuple[Array, Array]:
+    target = vocabulary_product(target_hidden, target_head)
+    draft = draft_logits(params, cfg, hidden)
+    saved = params.lm_head.dtype
+    return kl_divergence(draft, jax.lax.stop_gradient(target), saved), agrees(draft, target)
+
+
+def depth_zero(
+    params: DrafterParams, cfg: DrafterConfig, batch: Batch
+) -> tuple[Float[Array, "b n d"], list[tuple[Array, Array]]]:
+    """The ordinary causal pass over all positions: hidden states and each layer's k and v."""
+
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        return packed_attention(q, k, v, batch.segment_ids, params.fc.dtype)
+
+    g = fuse(params, cfg, batch.features)
+    return run_head(params, cfg, shifted(batch.tokens, 1), g, batch.positions, [attend] * cfg.num_layers)
+
+
+def _own_scores(q: Array, k: Array, counts: tuple[int, ...]) -> Array:
+    """Scores of each row with its rollout mates of depth 1..K-1, NEGATIVE past its own depth.
+
+    q (B, M, G, r, H) and k (B, M, G, H), rows depth-major -> (B, M, G, r, K-1).
+    """
+    blocks, starts = [], _starts(counts)
+    for depth, (start, count) in enumerate(zip(starts, counts, strict=True), 1):
+        mates = jnp.stack([k[:, s : s + count] for s in starts[:depth]], axis=-2)
+        rows = q[:, start : start + count]
+        block = jnp.sum(rows[..., None, :] * mates[:, :, :, None], axis=-1)
+        pad = ((0, 0),) * (block.ndim - 1) + ((0, len(counts) - depth),)
+        blocks.append(jnp.pad(block, pad, constant_values=NEGATIVE))
+    return jnp.concatenate(blocks, axis=1)
+
+
+def _own_values(p: Array, v: Array, counts: tuple[int, ...]) -> Array:
+    """Weighted rollout values: p (B, M, G, r, K-1), v (B, M, G, H) -> (B, M, G, r, H)."""
+    blocks, starts = [], _starts(counts)
+    for depth, (start, count) in enumerate(zip(starts, counts, strict=True), 1):
+        mates = jnp.stack([v[:, s : s + count] for s in starts[:depth]], axis=-2)
+        weights = p[:, start : start + count, ..., :depth]
+        blocks.append(jnp.sum(weights[..., None] * mates[:, :, :, None], axis=-2))
+    return jnp.concatenate(blocks, axis=1)
+
+
+def _starts(counts: tuple[int, ...]) -> list[int]:
+    return [sum(counts[:i]) for i in range(len(counts))]
+
+
+def rollout_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    context: tuple[Array, Array],
+    visible: Array,
+    counts: tuple[int, ...],
+    dtype: jnp.dtype,
+) -> Array:
+    """Mask rows over the depth-0 keys (``visible`` (B, M, n)) and over their own rollout.
+
+    q (B, M, N, H); k and v (B, M, G, H) of the segment's rows; context k and v (B, n, G, H).
+    """
+    b, m, n, h = q.shape
+    groups = context[0].shape[2]
+    k, v = (jnp.broadcast_to(x, (b, m, groups, h)) for x in (k, v))
+    q = q * h**-0.5
+    k0, v0 = (x.astype(dtype) for x in context)
+    rows = grouped(q, groups).astype(dtype)
+    old = jnp.einsum("bgmh,bsgh->bgms", rows, k0, preferred_element_type=jnp.float32)
+    old = old.reshape(b, groups, -1, m, old.shape[-1])
+    old = jnp.where(visible[:, None, None], old, NEGATIVE)
+
+    own = _own_scores(q.reshape(b, m, groups, -1, h), k, counts).transpose(0, 2, 3, 1, 4)
+    top = jax.lax.stop_gradient(jnp.maximum(old.max(-1), own.max(-1)))[..., None]
+    p_old, p_own = jnp.exp(old - top), jnp.exp(own - top)
+    total = p_old.sum(-1) + p_own.sum(-1)  # (B, G, r, M)
+    p_flat = p_old.astype(dtype).reshape(b, groups, -1, p_old.shape[-1])
+    out = jnp.einsum("bgms,bsgh->bgmh", p_flat, v0, preferred_element_type=jnp.float32)
+    out = ungrouped(out / total.reshape(b, groups, -1, 1), m)
+    own_out = _own_values(p_own.transpose(0, 3, 1, 2, 4), v, counts)
+    own_out = own_out / total.transpose(0, 3, 1, 2)[..., None]
+    return out + own_out.reshape(b, m, n * h)
+
+
+def segment_rows(batch: Batch, anchors: Array, lengths: Array, counts: tuple[int, ...]) -> tuple:
+    """A segment's rows, depth-major: anchor, depth (static), and whether each row is real."""
+    anchor = jnp.concatenate([anchors[:, :m] for m in counts], axis=1)
+    depth = jnp.concatenate([jnp.full((m,), d) for d, m in enumerate(counts, 1)])
+    real = jnp.concatenate([lengths[:, :m] >= d for d, m in enumerate(counts, 1)], axis=1)
+    return anchor, depth, real
+
+
+def rollout_hidden(
+    params: DrafterParams,
+    cfg: DrafterConfig,
+    batch: Batch,
+    context: list[tuple[Array, Array]],
+    anchors: Array,
+    lengths: Array,
+    counts: tuple[int, ...],
+) -> Float[Array, "b m d"]:
+    """Pre-norm hidden states of a segment's mask rows."""
+    anchor, depth, real = segment_rows(batch, anchors, lengths, counts)
+    along = jnp.arange(batch.tokens.shape[1])
+    ids = jnp.take_along_axis(batch.segment_ids, anchor, axis=1)
+    visible = (along <= anchor[..., None]) & (batch.segment_ids[:, None] == ids[..., None]) & real[..., None]
+    positions = jnp.take_along_axis(batch.positions, anchor, axis=1) + depth
+    dtype = params.fc.dtype
+    attends = [
+        lambda q, k, v, kv=kv: rollout_attention(q, k, v, kv, visible, counts, dtype) for kv in context
+    ]
+    # Every mask row has the same input, so fc and the first projections run for one row.
+    token = jnp.full((1, 1), cfg.mask_token_id)
+    g = fuse(params, cfg, cast(Array, params.mask_hidden).reshape(1, 1, -1))
+    return run_head(params, cfg, token, g, positions, attends)[0]
+
+
+def peagle_loss(
+    params: DrafterParams,
+    cfg: DrafterConfig,
+    target_head: Float[Array, "vd d"],
+    batch: Batch,
+    depth_counts: tuple[int, ...],
+    depth_weights: tuple[float, ...] | None = None,
+    remat: bool = True,
+) -> tuple[Float[Array, ""], Metrics]:
+    """Mean weighted KL over all supervised rows of depths 0..K-1 (p-eagle-spec 3.7).
+
+    ``depth_counts`` is (M_1, ..., M_{K-1}), the rows of each depth in one segment, and may be
+    empty (K = 1). ``target_head`` are the target's vocabulary rows at the draft ids. With
+    ``remat`` a segment is recomputed in the reverse pass, and only one is alive at a time.
+    """
+    depths = len(depth_counts) + 1
+    weights = jnp.ones((depths,)) if depth_weights is None else jnp.array(depth_weights[:depths])
+    hidden0, context = depth_zero(params, cfg, batch)
+    flags0 = supervised(batch)
+    labels0 = shifted(batch.target_hidden, 1)
+    segments = max(batch.anchors.shape[0], 1) if depth_counts else 1
+
+    def chunks(x: Array) -> Array:
+        """(B, n, ...) -> (segments, B, n / segments, ...), padded at the end."""
+        pad = -x.shape[1] % segments
+        x = jnp.pad(x, ((0, 0), (0, pad)) + ((0, 0),) * (x.ndim - 2))
+        return x.reshape(x.shape[0], segments, -1, *x.shape[2:]).swapaxes(0, 1)
+
+    def segment(carry: Metrics, xs: tuple) -> tuple[Metrics, None]:
+        (hidden, labels, real), rollouts = xs
+        depth = jnp.zeros((hidden.shape[1],), jnp.int32)
+        if depth_counts:
+            anchors, lengths = rollouts
+            rows = rollout_hidden(params, cfg, batch, context, anchors, lengths, depth_counts)
+            anchor, row_depth, row_real = segment_rows(batch, anchors, lengths, depth_counts)
+            at = jnp.minimum(anchor + row_depth + 1, batch.tokens.shape[1] - 1)
+            row_labels = jnp.take_along_axis(batch.target_hidden, at[..., None], axis=1)
+            hidden = jnp.concatenate([hidden, rows], axis=1)
+            labels = jnp.concatenate([labels, row_labels], axis=1)
+            real = jnp.concatenate([real, row_real], axis=1)
+            depth = jnp.concatenate([depth, row_depth])
+        kl, correct = _row_losses(params, cfg, target_head, hidden, labels)
+        per_depth = jax.nn.one_hot(depth, depths)
+
+        def by_depth(x: Array) -> Array:
+            return jnp.where(real, x, 0.0).sum(0) @ per_depth
+
+        ones = jnp.ones_like(kl)
+        return carry + Metrics(by_depth(kl), by_depth(correct * ones), by_depth(ones)), None
+
+    zero = jnp.zeros((depths,))
+    xs = ((chunks(hidden0), chunks(labels0), chunks(flags0)), (batch.anchors, batch.lengths))
+    if not depth_counts:
+        xs = (xs[0], ())
+    body = jax.checkpoint(segment) if remat else segment
+    metrics, _ = jax.lax.scan(body, Metrics(zero, zero, zero), xs)
+    loss = jnp.sum(metrics.loss_sum * weights) / jnp.maximum(metrics.count.sum(), 1.0)
+    return loss, jax.lax.stop_gradient(metrics)

@@ -1,0 +1,116 @@
+"""The `features` command: conversations -> packed rows -> stored target features."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from peagle_jax.config import TargetConfig, default_taps
+from peagle_jax.train import features
+from peagle_jax.train.packing import PackedRows, pack
+from peagle_jax.train.recipe import Recipe, TrainError
+from peagle_jax.train.tokens import (
+    ConversationEncoder,
+    Document,
+    Summary,
+    encode_records,
+    is_heldout,
+    read_records,
+)
+
+
+def progress_bar(console: Console, unit: str) -> Progress:
+    """The bar that every long command shows."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn(unit + " {task.fields[note]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        refresh_per_second=2 if console.is_terminal else 0.05,
+    )
+
+
+def load_documents(recipe: Recipe, tokenizer: Any, cfg: TargetConfig) -> tuple[list[Document], Summary]:
+    """All usable documents of the recipe's data. Raises TrainError as ``encode_records`` does."""
+    if not recipe.data.files:
+        raise TrainError("data.files is empty; name at least one .jsonl or .jsonl.gz file of conversations")
+    encoder = ConversationEncoder(tokenizer, cfg.eos_token_ids, recipe.data.template)
+    summary = Summary()
+    documents = list(encode_records(read_records(recipe.data.files, recipe.data.limit), encoder, summary))
+    if not documents:
+        raise TrainError(f"{', '.join(recipe.data.files)}: no usable record")
+    return documents, summary
+
+
+def split_rows(recipe: Recipe, documents: list[Document]) -> dict[str, PackedRows]:
+    """Packed rows of the training and of the held-out documents."""
+    share, n = recipe.data.heldout, recipe.features.row_length
+    held = [d for d in documents if is_heldout(d.id, share)]
+    kept = [d for d in documents if not is_heldout(d.id, share)]
+    return {"train": pack(kept, n, recipe.seed), "heldout": pack(held, n, recipe.seed)}
+
+
+def feature_taps(recipe: Recipe, num_layers: int) -> tuple[int, ...]:
+    """Taps to store: the recipe's own, else the head's, else vLLM's default."""
+    return recipe.features.taps or recipe.head.taps or default_taps(num_layers)
+
+
+def compute_features(recipe: Recipe, console: Console) -> Path:
+    """Runs the command; returns the folder. Raises TrainError, CheckpointError or ConfigError."""
+    from peagle_jax.checkpoint.model import load_target
+
+    store = recipe.features
+    dtype = jnp.dtype(store.dtype)
+    console.print(f"loading the target {recipe.target or '(embedded default)'} in {store.dtype}")
+    model = load_target(recipe.target, dtype=dtype, tokenizer=recipe.tokenizer)
+    documents, summary = load_documents(recipe, model.tokenizer, model.config)
+    console.print(summary.line())
+    splits = split_rows(recipe, documents)
+    identity = features.Identity(
+        target=model.name,
+        weights=features.weights_digest(model.params),
+        data=features.rows_digest(splits),
+        taps=feature_taps(recipe, model.config.num_layers),
+        dtype=store.dtype,
+        row_length=store.row_length,
+        hidden_size=model.config.hidden_size,
+        vocab_size=model.config.vocab_size,
+    )
+    rows = {name: len(split) for name, split in splits.items()}
+    total = sum(rows.values()) * store.row_length
+    per_token = features.bytes_per_token(identity)
+    filled = (summary.tokens / total) if total else 0.0
+    console.print(
+        f"{rows['train']} training and {rows['heldout']} held-out rows of {store.row_length} tokens, "
+        f"{filled:.1%} filled; taps {list(identity.taps)}"
+    )
+    console.print(
+        f"{store.folder} will hold {total * per_token / 1e9:.2f} GB ({per_token} bytes a token)"
+    )
+    with progress_bar(console, "tokens") as bar:
+        task = bar.add_task("features", total=total, note="")
+
+        def advance(tokens: int) -> None:
+            bar.advance(task, tokens)
+            speed = bar.tasks[task].speed
+            bar.update(task, note=f"{speed:,.0f}/s" if speed else "")
+
+        written = features.compute_folder(
+            Path(store.folder),
+            model.params,
+            model.config,
+            splits,
+            identity,
+            batch_rows=store.batch_rows,
+            shard_rows=store.shard_rows,
+            advance=advance,
+        )
+    console.print(f"{written} shards computed; {store.folder} is complete")
+    return Path(store.folder)

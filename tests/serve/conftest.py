@@ -1,0 +1,79 @@
+"""A server in a thread, on a free port, for the tests that speak HTTP."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import uvicorn
+
+from peagle_jax.serve.__main__ import bind
+from peagle_jax.serve.app import create_app
+from peagle_jax.serve.engine import Engine
+from peagle_jax.serve.serving import SamplingDefaults, ServedModel
+from tests.serve.doubles import EOS, byte_tokenizer
+
+CONTEXT = 200
+
+
+class Server:
+    """What a test needs of a running server."""
+
+    def __init__(self, url: str, engine: Engine, decoder: Any, tokenizer: Any) -> None:
+        self.url, self.engine, self.decoder, self.tokenizer = url, engine, decoder, tokenizer
+        self.http = httpx.Client(base_url=url, timeout=20)
+        self.openai = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=20)
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        return self.http.post(path, json=body)
+
+
+@contextlib.contextmanager
+def running(
+    decoder: Any,
+    *,
+    tokenizer: Any = None,
+    vocab_size: int | None = None,
+    k: int = 3,
+    defaults: SamplingDefaults | None = None,
+    max_model_len: int = CONTEXT,
+) -> Iterator[Server]:
+    tokenizer = tokenizer or byte_tokenizer()
+    engine = Engine(decoder, copy.deepcopy(tokenizer), k)
+    eos = tokenizer.convert_tokens_to_ids(EOS)
+    vocab_size = vocab_size or len(tokenizer)
+    model = ServedModel(
+        ["tiny", "alias"], tokenizer, max_model_len, vocab_size, (eos,), defaults or SamplingDefaults()
+    )
+    sock = bind("127.0.0.1", 0)
+    config = uvicorn.Config(create_app(engine, model), log_level="warning", timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
+    thread.start()
+    deadline = time.monotonic() + 10
+    while not server.started and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert server.started, "the server did not start"
+    handle = Server(f"http://127.0.0.1:{sock.getsockname()[1]}", engine, decoder, tokenizer)
+    try:
+        yield handle
+    finally:
+        handle.http.close()
+        handle.openai.close()
+        server.should_exit = True
+        thread.join(10)
+        assert not thread.is_alive(), "the server did not stop"
+
+
+@pytest.fixture
+def serve() -> Iterator[Any]:
+    """Starts servers that end with the test."""
+    with contextlib.ExitStack() as stack:
+        yield lambda *args, **kwargs: stack.enter_context(running(*args, **kwargs))

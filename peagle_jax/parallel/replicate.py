@@ -11,10 +11,16 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 Backend = Literal["pmap", "shard_map"]
 AXIS = "data"
+
+
+def replica_sharding(devices: Sequence[jax.Device]) -> NamedSharding:
+    """Where the step leaves its results. A program is keyed by its inputs' sharding, so a state
+    that is put there first runs the same program as one that a step returned."""
+    return NamedSharding(Mesh(np.array(devices), (AXIS,)), PartitionSpec(AXIS))
 
 
 def replicate(
@@ -34,7 +40,6 @@ def replicate(
         )
     if backend != "shard_map":
         raise ValueError(f"replicate backend {backend!r} is unknown; expected pmap or shard_map")
-    mesh = Mesh(np.array(devices), (AXIS,))
 
     def one_replica(params: Any, state: Any, chunk: Any) -> Any:
         state, chunk = jax.tree.map(lambda x: x[0], (state, chunk))
@@ -42,6 +47,6 @@ def replicate(
 
     split, shared = PartitionSpec(AXIS), PartitionSpec()
     mapped = jax.shard_map(
-        one_replica, mesh=mesh, in_specs=(shared, split, split), out_specs=split, check_vma=False
+        one_replica, mesh=replica_sharding(devices).mesh, in_specs=(shared, split, split), out_specs=split, check_vma=False
     )
     return jax.jit(mapped, donate_argnums=(1,))

@@ -15,7 +15,7 @@ import numpy as np
 from peagle_jax.config import ConfigError, DrafterConfig, SpecConfig, TargetConfig
 from peagle_jax.drafter.head import DrafterParams
 from peagle_jax.models.stack import TargetParams, check_taps
-from peagle_jax.parallel.replicate import Backend, replicate
+from peagle_jax.parallel.replicate import Backend, replica_sharding, replicate
 from peagle_jax.speculative.cache import with_slots
 from peagle_jax.speculative.round import step
 from peagle_jax.speculative.sampling import SamplingParams, sampling_state
@@ -121,7 +121,8 @@ class Decoder:
             return one_step(*arguments)
 
         self._step = replicate(counted, [device], replicate_backend)
-        self._grow = jax.jit(self._grow_state, static_argnums=(1,))
+        self._sharding = replica_sharding([device])
+        self._grow = jax.jit(self._grow_state, static_argnums=(1,), out_shardings=self._sharding)
         self._sizes = self._cache_sizes()
 
     # -- cache sizes -------------------------------------------------------------------------
@@ -168,7 +169,7 @@ class Decoder:
             dtype=self._cache_dtype,
             stacked=self._stacked,
         )
-        return jax.tree.map(lambda x: x[None], state)
+        return jax.device_put(jax.tree.map(lambda x: x[None], state), self._sharding)
 
     def _chunk(self, requests: Sequence[Request], start: int) -> Chunk:
         width = self.prefill_chunk
@@ -179,7 +180,8 @@ class Decoder:
             tokens[0, b, : len(part)], tokens[1, b, : len(following)] = part, following
             count[b] = len(part)
             final[b] = 0 < len(request.prompt) - start <= width
-        return Chunk(tokens[None, 0], tokens[None, 1], count[None], final[None])
+        chunk = Chunk(tokens[None, 0], tokens[None, 1], count[None], final[None])
+        return jax.device_put(chunk, self._sharding)
 
     def check(self, request: Request) -> None:
         """Raises ValueError, in one line, for a request that cannot be decoded."""
@@ -202,8 +204,7 @@ class Decoder:
     # -- running -----------------------------------------------------------------------------
 
     def _dispatch(self, state: DecodeState, chunk: Chunk | None) -> tuple[DecodeState, RoundOutput]:
-        state, output = self._step(self._params, state, chunk)
-        return state, output
+        return self._step(self._params, state, chunk)
 
     def warm_up(self) -> None:
         """Compiles every program: with and without a prompt chunk, at every cache size."""

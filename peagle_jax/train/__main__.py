@@ -19,13 +19,17 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
-    console = Console()
+    console = Console(soft_wrap=True)
     try:
         recipe = load_recipe(arguments.config)
         if arguments.command == "features":
             from peagle_jax.train.prepare import compute_features
 
             compute_features(recipe, console)
+        else:
+            from peagle_jax.train.loop import train
+
+            train(recipe, console)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -7,11 +7,12 @@ from typing import Any
 
 import jax.numpy as jnp
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from peagle_jax.checkpoint.model import load_target
 from peagle_jax.config import TargetConfig, default_taps
 from peagle_jax.train import features
 from peagle_jax.train.packing import PackedRows, pack
+from peagle_jax.train.progress import progress_bar
 from peagle_jax.train.recipe import Recipe, TrainError
 from peagle_jax.train.tokens import (
     ConversationEncoder,
@@ -21,20 +22,6 @@ from peagle_jax.train.tokens import (
     is_heldout,
     read_records,
 )
-
-
-def progress_bar(console: Console, unit: str) -> Progress:
-    """The bar that every long command shows."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn(unit + " {task.fields[note]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        refresh_per_second=2 if console.is_terminal else 0.05,
-    )
 
 
 def load_documents(recipe: Recipe, tokenizer: Any, cfg: TargetConfig) -> tuple[list[Document], Summary]:
@@ -64,8 +51,6 @@ def feature_taps(recipe: Recipe, num_layers: int) -> tuple[int, ...]:
 
 def compute_features(recipe: Recipe, console: Console) -> Path:
     """Runs the command; returns the folder. Raises TrainError, CheckpointError or ConfigError."""
-    from peagle_jax.checkpoint.model import load_target
-
     store = recipe.features
     dtype = jnp.dtype(store.dtype)
     console.print(f"loading the target {recipe.target or '(embedded default)'} in {store.dtype}")

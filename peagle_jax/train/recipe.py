@@ -60,6 +60,7 @@ class HeadRecipe:
     mask_token_id: int | None = None
     norm_before_residual: bool = False
     norm_before_fc: bool = False
+    train_lm_head: bool = True
 
 
 @dataclasses.dataclass(frozen=True)

@@ -44,6 +44,7 @@ def running(
     k: int = 3,
     defaults: SamplingDefaults | None = None,
     max_model_len: int = CONTEXT,
+    wait: bool = True,
 ) -> Iterator[Server]:
     tokenizer = tokenizer or byte_tokenizer()
     engine = Engine(decoder, copy.deepcopy(tokenizer), k)
@@ -61,6 +62,9 @@ def running(
     while not server.started and time.monotonic() < deadline:
         time.sleep(0.01)
     assert server.started, "the server did not start"
+    deadline = time.monotonic() + 120
+    while wait and engine.state == "warming" and time.monotonic() < deadline:
+        time.sleep(0.01)
     handle = Server(f"http://127.0.0.1:{sock.getsockname()[1]}", engine, decoder, tokenizer)
     try:
         yield handle

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from peagle_jax.config import SpecConfig
 from peagle_jax.speculative.decoder import Decoder
 from tests.serve.conftest import running
-from tests.serve.doubles import EOS, byte_tokenizer
-from tests.tiny import TARGET, head_config, head_params, target_params
+from tests.serve.tiny_model import CONFIG, PARAMS, TOKENIZER, tiny_head
+from tests.tiny import head_params
 
-TOKENIZER = byte_tokenizer()
-CONFIG = dataclasses.replace(
-    TARGET, vocab_size=len(TOKENIZER), eos_token_ids=(TOKENIZER.convert_tokens_to_ids(EOS),)
-)
-PARAMS = target_params(CONFIG)
 PROMPTS = ["the cat", "naïve 🦅", "x" * 100]
 
 
 def tiny_decoder(k: int) -> Decoder:
-    head = head_config(vocab_size=CONFIG.vocab_size, draft_vocab_size=90) if k else None
+    head = tiny_head() if k else None
     params = head_params(head) if head else None
     spec = SpecConfig(k, "peagle" if k else None)
     return Decoder(CONFIG, PARAMS, head, params, spec, max_model_len=200, prefill_chunk=32)

@@ -1,0 +1,273 @@
+"""From a recipe and stored features to everything that a run needs, checked before it starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from peagle_jax.checkpoint.head import load_head
+from peagle_jax.checkpoint.model import LoadedTarget, load_target
+from peagle_jax.config import DrafterConfig, default_taps
+from peagle_jax.drafter.head import DrafterParams
+from peagle_jax.drafter.vocabulary import check_mask_token, choose_draft_ids, choose_mask_token, coverage
+from peagle_jax.train import features, warm_start
+from peagle_jax.train.cod import CodOptions, depth_counts
+from peagle_jax.train.data import RowStore
+from peagle_jax.train.losses import Metrics
+from peagle_jax.train.partition import Batch, peagle_loss
+from peagle_jax.train.recipe import Recipe, TrainError
+from peagle_jax.train.step import Frozen, Objective
+from peagle_jax.train.ttt import eagle3_loss
+
+SAMPLE_ROWS = 32
+SCALE_WARNING = 100.0
+
+
+@dataclasses.dataclass
+class Setup:
+    """A run. ``identity`` is what may not change between a checkpoint and its resumption."""
+
+    recipe: Recipe
+    target: LoadedTarget
+    cfg: DrafterConfig
+    params: DrafterParams
+    frozen: Frozen
+    draft_ids: np.ndarray | None
+    train: RowStore
+    heldout: RowStore | None
+    cod: CodOptions | None
+    objective: Objective
+    identity: dict[str, Any]
+    notes: list[str]
+
+    @property
+    def depths(self) -> int:
+        return self.recipe.head.num_depths if self.recipe.method == "peagle" else self.recipe.loss.ttt_steps
+
+
+def template_ids(tokenizer: Any) -> tuple[set[int], set[int]]:
+    """Ids with a meaning (eos, bos, pad, and special tokens that the chat template writes), and all
+    special ids of the tokenizer."""
+    special = {int(i) for i in getattr(tokenizer, "all_special_ids", [])}
+    template = str(getattr(tokenizer, "chat_template", None) or "")
+    meaning = {
+        int(i)
+        for i in (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id)
+        if i is not None
+    }
+    for index, token in getattr(tokenizer, "added_tokens_decoder", {}).items():
+        special.add(int(index))
+        if str(token) in template:
+            meaning.add(int(index))
+    return meaning, special
+
+
+def make_objective(recipe: Recipe, cfg: DrafterConfig, row_length: int) -> tuple[Objective, CodOptions | None]:
+    """The recipe's loss, and the options of its rollouts (None for EAGLE-3)."""
+    if recipe.method == "eagle3":
+        weights = recipe.loss.depth_weights or tuple(
+            recipe.loss.ttt_decay**s for s in range(recipe.loss.ttt_steps)
+        )
+
+        def eagle3(params: DrafterParams, head: Array, batch: Batch) -> tuple[Array, Metrics]:
+            return eagle3_loss(params, cfg, head, batch, weights)
+
+        return eagle3, None
+    options = CodOptions(
+        num_depths=cfg.num_depths,
+        ratio=recipe.cod.ratio,
+        floor=recipe.cod.floor,
+        max_anchors=recipe.cod.max_anchors,
+        segments=recipe.cod.segments,
+    )
+    counts = depth_counts(row_length, options)
+    if len(counts) + 1 < cfg.num_depths:
+        raise TrainError(
+            f"the sampling keeps no row past depth {len(counts)} in rows of {row_length} tokens, but "
+            f"head.num_depths is {cfg.num_depths}; raise cod.ratio, cod.floor or cod.max_anchors"
+        )
+
+    def peagle(params: DrafterParams, head: Array, batch: Batch) -> tuple[Array, Metrics]:
+        return peagle_loss(params, cfg, head, batch, counts, recipe.loss.depth_weights or None)
+
+    return peagle, options
+
+
+def drafter_config(recipe: Recipe, target: LoadedTarget, mask_token: int | None) -> DrafterConfig:
+    """The head's configuration; zeros of the recipe mean the target's value."""
+    head, block = recipe.head, target.config.block
+    changes = {
+        name: getattr(head, name)
+        for name in ("intermediate_size", "num_heads", "num_kv_heads", "head_dim")
+        if getattr(head, name)
+    }
+    return DrafterConfig(
+        method=recipe.method,
+        block=dataclasses.replace(block, **changes),
+        num_layers=head.num_layers,
+        vocab_size=target.config.vocab_size,
+        draft_vocab_size=head.draft_vocab_size or target.config.vocab_size,
+        target_hidden_size=target.config.hidden_size,
+        taps=head.taps or default_taps(target.config.num_layers),
+        max_position=target.config.max_position,
+        num_depths=head.num_depths if recipe.method == "peagle" else 1,
+        mask_token_id=mask_token,
+        norm_before_residual=head.norm_before_residual,
+        norm_before_fc=head.norm_before_fc,
+    )
+
+
+def _check_store(recipe: Recipe, target: LoadedTarget, manifest: dict[str, Any]) -> None:
+    compute = target.params
+    found, expected = manifest["weights"], features.weights_digest(compute)
+    if found != expected:
+        raise TrainError(
+            f"{recipe.features.folder} holds features of {manifest['target']} with other weights than "
+            f"{target.name} in {manifest['dtype']}; compute them again or name that target"
+        )
+
+
+def _feature_statistics(
+    rows: dict[str, np.ndarray], cfg: DrafterConfig
+) -> tuple[np.ndarray, list[float]]:
+    """Mean feature (C,) over real positions, and the root mean square of each tap."""
+    real = rows["features"][rows["segment_ids"] >= 0].astype(np.float32)
+    scales = np.sqrt((real**2).reshape(len(real), len(cfg.taps), -1).mean((0, 2)))
+    return real.mean(0), [float(s) for s in scales]
+
+
+def _target_loss(target: LoadedTarget, rows: dict[str, np.ndarray]) -> float:
+    """Mean negative log-likelihood of supervised tokens under the stored states and the target's
+    vocabulary table. It is near log V when states and weights do not belong together."""
+    flags, ids = rows["flags"][:, 1:].astype(bool), rows["segment_ids"]
+    flags &= ids[:, 1:] == ids[:, :-1]
+    hidden = jnp.asarray(rows["hidden"][:, :-1][flags], jnp.float32)
+    table = warm_start.target_rows(target.params, None).astype(jnp.float32)
+    logits = hidden @ table.T
+    labels = jnp.asarray(rows["tokens"][:, 1:][flags])
+    chosen = jnp.take_along_axis(logits, labels[:, None], 1)[:, 0]
+    return float((jax.nn.logsumexp(logits, -1) - chosen).mean())
+
+
+def _initial_params(
+    recipe: Recipe, target: LoadedTarget, cfg: DrafterConfig, draft_ids: np.ndarray | None, mean: np.ndarray
+) -> DrafterParams:
+    if recipe.init.source == "target":
+        noise = recipe.init.embedding_noise
+        return warm_start.from_target(
+            cfg, target.config, target.params, draft_ids, mean, noise, recipe.seed
+        )
+    if recipe.init.source == "random":
+        return warm_start.at_random(cfg, target.params, draft_ids, recipe.seed)
+    found, params = load_head(str(recipe.init.head), target.config, target.params, dtype=jnp.float32)
+    if dataclasses.replace(found, num_depths=cfg.num_depths, max_position=cfg.max_position) != cfg:
+        fields = [
+            f.name
+            for f in dataclasses.fields(cfg)
+            if f.name not in ("num_depths", "max_position") and getattr(found, f.name) != getattr(cfg, f.name)
+        ]
+        raise TrainError(
+            f"init.head {recipe.init.head} differs from the recipe in {fields[0]}: "
+            f"{getattr(found, fields[0])}, not {getattr(cfg, fields[0])}"
+        )
+    ids = None if params.draft_to_target is None else np.asarray(params.draft_to_target)
+    if (ids is None) != (draft_ids is None) or (ids is not None and not np.array_equal(ids, draft_ids)):
+        raise TrainError(f"init.head {recipe.init.head} has another draft vocabulary than this recipe's data give")
+    params = params.replace(embed=None, draft_to_target=None)
+    return jax.tree.map(lambda w: w.astype(jnp.float32), params)
+
+
+def build(recipe: Recipe) -> Setup:
+    """Loads and checks everything. Raises TrainError, CheckpointError, ConfigError, VocabularyError."""
+    manifest = features.read_manifest(Path(recipe.features.folder))
+    dtype = jnp.dtype(manifest["dtype"])
+    target = load_target(recipe.target, dtype=dtype, tokenizer=recipe.tokenizer)
+    _check_store(recipe, target, manifest)
+    taps = recipe.head.taps or default_taps(target.config.num_layers)
+    train = RowStore(recipe.features.folder, "train", taps)
+    if not len(train):
+        raise TrainError(f"{recipe.features.folder} holds no training row")
+    heldout = RowStore(recipe.features.folder, "heldout", taps)
+
+    tokens, flags, ids = (train.array(key) for key in ("tokens", "flags", "segment_ids"))
+    vocab = target.config.vocab_size
+    counts = np.bincount(tokens[ids >= 0], minlength=vocab)
+    supervised = np.bincount(tokens[flags != 0], minlength=vocab)
+    reserved, special = template_ids(target.tokenizer)
+    reserved |= set(target.config.eos_token_ids)
+
+    mask_token = recipe.head.mask_token_id
+    if recipe.method == "eagle3":
+        mask_token = None
+    elif mask_token is None:
+        mask_token = choose_mask_token(counts, len(target.tokenizer), special, reserved)
+    else:
+        check_mask_token(mask_token, counts, reserved)
+    cfg = drafter_config(recipe, target, mask_token)
+    draft_ids = None
+    if cfg.draft_vocab_size < vocab:
+        required = {i for i in reserved if i < vocab} | {i for i in special if i < vocab and supervised[i]}
+        draft_ids = choose_draft_ids(supervised, cfg.draft_vocab_size, required)
+
+    sample = train.rows(np.arange(min(SAMPLE_ROWS, len(train))))
+    mean, scales = _feature_statistics(sample, cfg)
+    loss = _target_loss(target, {k: v[:4] for k, v in sample.items()})
+    if loss > 0.75 * np.log(vocab):
+        raise TrainError(
+            f"the target's own loss on the stored rows is {loss:.2f} nats, no better than chance "
+            f"({np.log(vocab):.2f}); the stored states do not belong to this target"
+        )
+    params = _initial_params(recipe, target, cfg, draft_ids, mean)
+    frozen = Frozen(
+        embed=target.params.embed.astype(dtype),
+        target_head=warm_start.target_rows(target.params, draft_ids).astype(dtype),
+    )
+    if not recipe.head.train_lm_head:
+        frozen = frozen.replace(lm_head=params.lm_head.astype(dtype))
+        params = params.replace(lm_head=None)
+
+    objective, options = make_objective(recipe, cfg, train.row_length)
+    count = sum(w.size for w in jax.tree.leaves(params))
+    notes = [
+        f"target {target.name}: loss on stored answers {loss:.3f} nats; {len(train)} training rows of "
+        f"{train.row_length}, {int((flags != 0).sum())} supervised tokens, {len(heldout)} held-out rows",
+        f"{recipe.method} head: {cfg.num_layers} layers, {count / 1e6:.1f} M trained weights, taps "
+        f"{list(cfg.taps)} with root mean squares {', '.join(f'{s:.2f}' for s in scales)}",
+        f"draft vocabulary {cfg.draft_vocab_size} covers "
+        f"{1.0 if draft_ids is None else coverage(supervised, draft_ids):.2%} of supervised tokens"
+        + (f"; mask token {mask_token}" if mask_token is not None else ""),
+    ]
+    if max(scales) > SCALE_WARNING * min(scales) and not cfg.norm_before_fc:
+        notes.append(
+            "warning: the taps' scales differ more than a hundredfold; head.norm_before_fc: true may train better"
+        )
+    identity = {
+        "method": recipe.method,
+        "features": {k: manifest[k] for k in ("data", "weights", "dtype")},
+        "head": dataclasses.asdict(cfg),
+        "draft_ids": zlib.crc32(draft_ids.tobytes()) if draft_ids is not None else None,
+        "cod": None if options is None else dataclasses.asdict(options),
+        "seed": recipe.seed,
+        "batch_rows": recipe.optimizer.batch_rows,
+    }
+    return Setup(
+        recipe=recipe,
+        target=target,
+        cfg=cfg,
+        params=params,
+        frozen=frozen,
+        draft_ids=draft_ids,
+        train=train,
+        heldout=heldout if len(heldout) else None,
+        cod=options,
+        objective=objective,
+        identity=identity,
+        notes=notes,
+    )

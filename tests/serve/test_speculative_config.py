@@ -1,0 +1,70 @@
+"""--speculative-config takes vLLM's JSON and says what is wrong with any other."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from peagle_jax.commands import CommandError
+from peagle_jax.serve.speculative_config import OFF, SpeculativeOptions, parse_speculative_config
+
+
+def parse(**values) -> SpeculativeOptions:
+    return parse_speculative_config(json.dumps(values))
+
+
+def test_vllms_reference_config_is_p_eagle():
+    options = parse(method="eagle3", model="m", num_speculative_tokens=7, parallel_drafting=True)
+    assert options == SpeculativeOptions("m", "peagle", 7)
+
+
+@pytest.mark.parametrize("name", ["peagle", "p_eagle"])
+def test_both_names_of_the_method_are_taken(name):
+    assert parse(method=name).method == "peagle"
+
+
+def test_what_is_left_out_is_for_the_head_to_say():
+    assert parse() == SpeculativeOptions(None, None, None)
+    assert parse(method="eagle3").method is None  # how vLLM names both kinds
+    assert parse(method=None, model=None) == SpeculativeOptions()
+
+
+def test_parallel_drafting_decides_alone():
+    assert parse(parallel_drafting=True).method == "peagle"
+    assert parse(parallel_drafting=False).method == "eagle3"
+    assert parse(method="eagle3", parallel_drafting=False).method == "eagle3"
+
+
+def test_null_and_zero_tokens_are_off():
+    assert parse_speculative_config("null") == OFF
+    assert parse(num_speculative_tokens=0) == OFF
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"num_spec_tokens": 3}, "unknown key 'num_spec_tokens'; valid keys are method, model, num_speculative"),
+        ({"method": "medusa"}, "method 'medusa' is not supported; expected one of eagle3, peagle, p_eagle"),
+        ({"num_speculative_tokens": -1}, "must be 0 (off) or more, found -1"),
+        ({"num_speculative_tokens": "5"}, 'must be a whole number, found "5"'),
+        ({"num_speculative_tokens": True}, "must be a whole number, found true"),
+        ({"num_speculative_tokens": 2.0}, "must be a whole number, found 2.0"),
+        ({"parallel_drafting": "true"}, "must be a boolean"),
+        ({"model": 3}, "model must be a string"),
+        ({"method": "peagle", "parallel_drafting": False}, "drafts in parallel, but parallel_drafting is false"),
+    ],
+)
+def test_wrong_values_are_one_line(values, words):
+    with pytest.raises(CommandError) as error:
+        parse(**values)
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [("{", "is not JSON"), ("[]", "must be a JSON object"), ("3", "must be a JSON object")]
+)
+def test_what_is_not_an_object_is_refused(text, words):
+    with pytest.raises(CommandError, match=words):
+        parse_speculative_config(text)

@@ -1,0 +1,148 @@
+"""How the commands choose a head, K, a dtype and a context."""
+
+from __future__ import annotations
+
+import io
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from peagle_jax import commands
+from peagle_jax.checkpoint.model import LoadedTarget
+from peagle_jax.commands import CommandError
+from peagle_jax.config import ConfigError
+from tests.serve.tiny_model import CONFIG, PARAMS, TOKENIZER, tiny_head
+from tests.tiny import head_params
+
+HEADS = {"parallel": tiny_head("peagle"), "sequential": tiny_head("eagle3")}
+
+
+@pytest.fixture
+def loads(monkeypatch):
+    """Loads tiny models in place of files; returns what was loaded."""
+    loaded = []
+
+    def load_target(ref, **options):
+        loaded.append(("target", ref, options))
+        return LoadedTarget(CONFIG, PARAMS, TOKENIZER, "tiny", {}, "memory")
+
+    def load_head(ref, target, params, **options):
+        loaded.append(("head", ref, options))
+        return HEADS[ref], head_params(HEADS[ref])
+
+    monkeypatch.setattr(commands, "load_target", load_target)
+    monkeypatch.setattr(commands, "load_head", load_head)
+    monkeypatch.setattr(commands, "default_head_path", lambda: "parallel")
+    return loaded
+
+
+def test_the_embedded_model_has_its_own_head_at_its_trained_depth(loads):
+    loaded = commands.load(None, None, None)
+    assert [entry[:2] for entry in loads] == [("target", None), ("head", "parallel")]
+    assert (loaded.num_speculative_tokens, loaded.head.config.method) == (3, "peagle")
+    assert loaded.spec().num_speculative_tokens == 3
+
+
+def test_another_model_has_no_head_unless_named(loads):
+    assert commands.load("other", None, None).head is None
+    assert commands.load("other", "parallel", 2).num_speculative_tokens == 2
+
+
+def test_zero_tokens_load_no_head(loads):
+    loaded = commands.load(None, "parallel", 0)
+    assert (loaded.head, loaded.spec().num_speculative_tokens) == (None, 0)
+    assert [kind for kind, *_ in loads] == ["target"]
+
+
+def test_an_absent_shipped_head_is_said_and_decodes_plainly(loads, monkeypatch, capsys):
+    monkeypatch.setattr(commands, "default_head_path", lambda: None)
+    assert commands.load(None, None, None).head is None
+    assert "not installed; decoding without one" in capsys.readouterr().err
+    with pytest.raises(CommandError, match="not installed"):
+        commands.load(None, None, 4)
+
+
+def test_a_sequential_head_has_a_default_and_no_limit(loads):
+    assert commands.load("m", "sequential", None).num_speculative_tokens == commands.EAGLE3_TOKENS
+    assert commands.load("m", "sequential", 9).num_speculative_tokens == 9
+
+
+@pytest.mark.parametrize(
+    ("head", "method", "words"),
+    [
+        ("parallel", "eagle3", "is P-EAGLE .* but EAGLE-3 .* was asked for"),
+        ("sequential", "peagle", "is EAGLE-3 .* but P-EAGLE .* was asked for"),
+    ],
+)
+def test_a_head_runs_only_as_what_it_is(loads, head, method, words):
+    with pytest.raises(CommandError, match=words):
+        commands.load("m", head, 2, method=method)
+
+
+def test_tokens_without_a_head_or_below_zero_are_refused_before_loading(loads):
+    with pytest.raises(CommandError, match="there is no head"):
+        commands.load("m", None, 3)
+    with pytest.raises(CommandError, match="0 .* or more, found -1"):
+        commands.load(None, None, -1)
+    assert loads == []
+
+
+def test_more_tokens_than_the_head_was_trained_for_are_refused(loads):
+    with pytest.raises(ConfigError, match=r"num_speculative_tokens is 4, but the head was trained for 3"):
+        commands.load("m", "parallel", 4).decoder(100)
+
+
+def test_the_context_is_the_models_and_on_a_cpu_at_most_2048(loads):
+    target = commands.load("m", None, None).target
+    assert commands.context_limit(target) == 700
+    assert commands.context_limit(target, 2) == 2
+    for wrong in (1, 0, -5, 701):
+        with pytest.raises(CommandError, match=rf"must be in 2\.\.700, .* found {wrong}"):
+            commands.context_limit(target, wrong)
+
+
+@pytest.mark.parametrize(
+    ("backend", "flags", "expected"),
+    [
+        ("cpu", "fpu avx512_bf16 amx_bf16", jnp.bfloat16),
+        ("cpu", "fpu avx512_bf16", jnp.float32),
+        ("tpu", "", jnp.bfloat16),
+    ],
+)
+def test_the_default_dtype_follows_the_machine(monkeypatch, backend, flags, expected):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    monkeypatch.setattr(commands.Path, "read_text", lambda self, **_: f"model name : x\nflags\t\t: {flags}\n")
+    assert commands.resolve_dtype("auto") == expected
+    assert commands.resolve_dtype("float32") == jnp.float32
+
+
+def test_a_machine_without_proc_is_taken_to_have_no_flags(monkeypatch):
+    def missing(self, **_):
+        raise FileNotFoundError
+
+    monkeypatch.setattr(commands.Path, "read_text", missing)
+    assert commands.default_dtype() == jnp.float32
+
+
+def test_the_report_names_what_was_resolved(loads):
+    report = dict(commands.describe(commands.load("m", "parallel", 2), 99))
+    assert report["head"] == "P-EAGLE, 1 layers, draft vocabulary 90, trained for K up to 3"
+    assert report["taps"] == "0, 1, 2 of boundaries 0..2"
+    assert (report["K"], report["max_model_len"]) == (2, 99)
+
+
+def test_a_mistake_is_one_line_and_status_2(monkeypatch):
+    stderr = io.StringIO()
+    monkeypatch.setattr("sys.stderr", stderr)
+
+    def fails():
+        raise ConfigError("found this;\n expected that")
+
+    assert commands.run_command(fails) == 2
+    assert stderr.getvalue() == "error: found this; expected that\n"
+
+
+def test_other_errors_keep_their_traceback():
+    with pytest.raises(ZeroDivisionError):
+        commands.run_command(lambda: 1 // 0)

@@ -1,0 +1,171 @@
+"""The generate command: what it prints, and how it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from peagle_jax import commands, generate
+from peagle_jax.checkpoint.model import LoadedTarget
+from peagle_jax.commands import Head, Loaded
+from peagle_jax.generate import Run, compare, first_difference, logits_after
+from peagle_jax.speculative.sampling import SamplingParams, choose_tokens, sampling_state
+from peagle_jax.speculative.statistics import AcceptanceStatistics
+from tests.serve.tiny_model import CONFIG, PARAMS, TOKENIZER, tiny_head
+from tests.tiny import head_params
+
+HEAD = tiny_head()
+TARGET = LoadedTarget(CONFIG, PARAMS, TOKENIZER, "tiny", {}, "memory")
+LOADED = Loaded(TARGET, Head(HEAD, head_params(HEAD), "a-head"), 3, jnp.dtype(jnp.float32))
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """Loads tiny models in place of files."""
+    monkeypatch.setattr(commands, "load_target", lambda ref, **_: TARGET)
+    monkeypatch.setattr(commands, "load_head", lambda *_, **__: (HEAD, LOADED.head.params))
+
+
+def run(*argv: str) -> int:
+    return commands.run_command(lambda: generate.main(argv))
+
+
+BASE = ("--model", "m", "--head", "h", "--prompt", "the cat", "--dtype", "float32")
+
+
+def test_json_has_the_text_the_speed_and_the_comparison(tiny, capsys):
+    assert run(*BASE, "--max-tokens", "40", "--compare", "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["text"] == TOKENIZER.decode(report["token_ids"], skip_special_tokens=True)
+    assert len(report["token_ids"]) <= 40
+    assert report["prompt_tokens"] == len(TOKENIZER.encode("<|start|>user\nthe cat<|end|>\n<|start|>assistant\n"))
+    assert report["tokens_per_second"] > 0
+    assert report["baseline_tokens_per_second"] > 0
+    assert report["speedup"] == report["tokens_per_second"] / report["baseline_tokens_per_second"]
+    assert 1 <= report["mean_acceptance_length"] <= 4
+    assert len(report["acceptance_per_position"]) == report["num_speculative_tokens"] == 3
+    assert report["mean_acceptance_length"] == pytest.approx(1 + sum(report["acceptance_per_position"]))
+    assert report["identical"] is True
+    assert (report["head"], report["method"], report["model"]) == ("h", "peagle", "tiny")
+
+
+def test_for_people_the_text_streams_and_the_figures_follow(tiny, capsys):
+    assert run(*BASE, "--max-tokens", "12", "--raw", "--temperature", "0.9", "--seed", "3") == 0
+    out = capsys.readouterr().out
+    text, figures = out.rsplit("\n\n", 1)
+    assert text
+    assert "12 tokens (length)" in figures
+    assert "7 ms for" in figures or "ms for 6 prompt tokens" in figures
+    assert "acceptance length" in figures
+    assert "(K = 3), per position" in figures
+
+
+def test_plain_decoding_gives_the_same_tokens(tiny, capsys):
+    ids = []
+    for head in (("--head", "h"), ("--head", "none"), ("--head", "h", "--num-speculative-tokens", "0")):
+        argv = ("--model", "m", *head, "--prompt", "abc", "--max-tokens", "20", "--dtype", "float32", "--json")
+        assert run(*argv) == 0
+        report = json.loads(capsys.readouterr().out)
+        ids.append(report["token_ids"])
+        assert (report["mean_acceptance_length"] == 1.0) is (report["num_speculative_tokens"] == 0)
+    assert ids[0] == ids[1] == ids[2]
+
+
+def test_a_prompt_can_come_from_standard_input(tiny, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("abc"))
+    assert run("--model", "m", "--prompt", "-", "--raw", "--max-tokens", "1", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["prompt_tokens"] == 3
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], "--prompt"),
+        (["--prompt", "x", "--bogus"], "unrecognized arguments: --bogus"),
+        (["--prompt", "x", "--num-speculative-tokens", "many"], "invalid int value: 'many'"),
+        (["--prompt", "x", "--num-speculative-tokens", "-1"], "0 (plain decoding) or more, found -1"),
+        (["--prompt", "x", "--head", "h", "--num-speculative-tokens", "4"], "trained for 3"),
+        (["--prompt", "x", "--head", "none", "--num-speculative-tokens", "2"], "drop one of them"),
+        (["--prompt", "x", "--num-speculative-tokens", "2"], "there is no head"),
+        (["--prompt", "x", "--max-tokens", "0"], "1 or more, found 0"),
+        (["--prompt", "x", "--max-tokens", "100000"], "ask for at most"),
+        (["--prompt", "x" * 800], "takes at most 699"),
+        (["--prompt", "", "--raw"], "the prompt is empty"),
+        (["--prompt", "x", "--temperature", "-1"], "temperature must be"),
+        (["--prompt", "x", "--temperature", "nan"], "temperature must be"),
+        (["--prompt", "x", "--top-p", "0"], "top_p must be"),
+        (["--prompt", "x", "--dtype", "int4"], "invalid choice"),
+    ],
+)
+def test_mistakes_are_one_line_and_status_2(tiny, capsys, argv, words):
+    try:
+        status = run("--model", "m", *argv)
+    except SystemExit as stop:
+        status = stop.code
+    out, err = capsys.readouterr()
+    assert status == 2
+    assert out == ""
+    assert words in err
+    assert err.count("\n") == 1
+
+
+def test_a_model_without_a_template_asks_for_raw(tiny, monkeypatch, capsys):
+    bare = dataclasses.replace(TARGET, tokenizer=type("Bare", (), {"chat_template": None})())
+    monkeypatch.setattr(commands, "load_target", lambda ref, **_: bare)
+    assert run("--model", "m", "--prompt", "x") == 2
+    assert "use --raw" in capsys.readouterr().err
+
+
+# -- comparing
+
+
+def result(ids: list[int], rate: float = 1.0) -> Run:
+    return Run("", ids, "length", 0.1, rate, AcceptanceStatistics(0))
+
+
+def test_the_first_difference_may_be_an_end():
+    assert first_difference([1, 2], [1, 2]) is None
+    assert first_difference([1, 2, 3], [1, 5, 3]) == 1
+    assert first_difference([1, 2], [1, 2, 3]) == 2
+
+
+def test_a_difference_is_told_with_the_targets_margin():
+    prompt, same = TOKENIZER.encode("ab"), [3, 4]
+    logits = np.asarray(logits_after(LOADED, [*prompt, *same]))
+    report = compare(LOADED, prompt, SamplingParams(), result([*same, 7, 8]), result([*same, 9, 8], 2.0))
+    difference = report["first_difference"]
+    assert report["identical"] is False
+    assert report["speedup"] == 0.5
+    assert (difference["position"], difference["token_id"], difference["baseline_token_id"]) == (2, 7, 9)
+    assert difference["margin"] == pytest.approx(abs(logits[7] - logits[9]), rel=1e-5)
+    assert difference["tie"] is False
+
+
+def test_a_margin_below_the_bound_is_a_tie():
+    table = PARAMS.lm_head.at[9].set(PARAMS.lm_head[7] * (1 + 1e-7))
+    tied = dataclasses.replace(LOADED, target=dataclasses.replace(TARGET, params=PARAMS.replace(lm_head=table)))
+    report = compare(tied, [5, 6], SamplingParams(), result([7]), result([9]))
+    assert report["first_difference"]["tie"] is True
+
+
+def test_the_margin_of_a_sampled_token_is_in_what_the_rule_compares():
+    sampling, position = SamplingParams(temperature=1.3, top_k=20, seed=4), 5
+    logits = logits_after(LOADED, [1, 2, 3, 4, 5])
+    scores = generate.token_scores(logits, sampling, position)
+    chosen = choose_tokens(logits[None, None], jnp.array([[position]]), sampling_state([sampling]))
+    assert int(scores.argmax()) == int(chosen[0, 0])
+
+
+def test_verdicts_tell_ties_from_faults():
+    def verdict(dtype: str, **difference) -> str:
+        return generate._verdict({"identical": False, "dtype": dtype, "first_difference": difference})
+
+    assert verdict("float32", position=3, margin=1e-5, tie=True).endswith("a tie")
+    assert "check with --dtype float32" in verdict("bfloat16", position=3, margin=1e-2, tie=False)
+    assert "not a tie" in verdict("float32", position=3, margin=1e-2, tie=False)
+    assert "one of them ends" in verdict("float32", position=3)

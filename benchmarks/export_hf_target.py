@@ -23,7 +23,7 @@ from peagle_jax.checkpoint.head import rope_section
 from peagle_jax.checkpoint.model import LoadedTarget, load_target
 from peagle_jax.config import TargetConfig
 from peagle_jax.models.family import LAYER_NAMES, MODEL_NAMES
-from peagle_jax.models.registry import by_name
+from peagle_jax.models.registry import by_model_type
 from peagle_jax.models.stack import TargetParams, unstack_layers
 
 
@@ -46,7 +46,7 @@ def tensors(params: TargetParams) -> dict[str, np.ndarray]:
 
 def config(cfg: TargetConfig, params: TargetParams) -> dict[str, Any]:
     """config.json of the target."""
-    family, block = by_name(cfg.family), cfg.block
+    family, block = by_model_type(cfg.family), cfg.block
     first = unstack_layers(params).layers[0]
     out: dict[str, Any] = {
         "architectures": [family.architectures[0]],

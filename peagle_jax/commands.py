@@ -1,6 +1,6 @@
 """What the commands share: how a model, its head and K are chosen, and how errors are told."""
 
-# ruff: noqa: E402 (the setting below must come before transformers is imported)
+
 from __future__ import annotations
 
 import argparse
@@ -146,10 +146,9 @@ def load(
         )
     if head is None and model is None and num_speculative_tokens != 0:
         path = default_head_path()
-        head = None if path is None else str(path)
-        if head is None:
-            print("note: the head of the embedded model is not installed; decoding without one", file=sys.stderr)
-            num_speculative_tokens = 0
+        if path is None and num_speculative_tokens is None:
+            print("note: the embedded model's head is not installed; decoding without one", file=sys.stderr)
+        head = path and str(path)
     if head is None and num_speculative_tokens:
         raise CommandError(
             f"num_speculative_tokens is {num_speculative_tokens} but there is no head; name one, or leave it out"
@@ -186,26 +185,34 @@ def context_limit(target: LoadedTarget, wanted: int | None = None) -> int:
     if wanted is None:
         return min(longest, CPU_CONTEXT) if jax.default_backend() == "cpu" else longest
     if not 2 <= wanted <= longest:
-        raise CommandError(f"max_model_len must be in 2..{longest}, the positions of {target.name}; found {wanted}")
+        raise CommandError(
+            f"max_model_len must be in 2..{longest}, the positions of {target.name}; found {wanted}"
+        )
     return wanted
 
 
 def describe(loaded: Loaded, max_model_len: int) -> list[tuple[str, Any]]:
     """What was resolved, as (name, value) lines for a start-up report."""
     config, head = loaded.target.config, loaded.head
+    shape = f"{config.family}, {config.num_layers} layers of {config.hidden_size}"
     lines: list[tuple[str, Any]] = [
-        ("model", f"{loaded.target.name}: {config.family}, {config.num_layers} layers of {config.hidden_size}"),
+        ("model", f"{loaded.target.name}: {shape}"),
         ("read from", loaded.target.source),
     ]
     if head is None:
         lines.append(("head", "none: plain decoding"))
     else:
-        kind = "P-EAGLE" if head.config.method == "peagle" else "EAGLE-3"
-        depth = f", trained for K up to {head.config.num_depths}" if head.config.method == "peagle" else ""
+        drafter = head.config
+        shape = f"{drafter.num_layers} layers, draft vocabulary {drafter.draft_vocab_size}"
+        kind = f"P-EAGLE, {shape}, trained for K up to {drafter.num_depths}"
         lines += [
-            ("head", f"{kind}, {head.config.num_layers} layers, draft vocabulary {head.config.draft_vocab_size}{depth}"),
+            ("head", kind if drafter.method == "peagle" else f"EAGLE-3, {shape}"),
             ("read from", head.source),
-            ("taps", f"{', '.join(map(str, head.config.taps))} of boundaries 0..{config.num_layers}"),
+            ("taps", f"{', '.join(map(str, drafter.taps))} of boundaries 0..{config.num_layers}"),
             ("K", loaded.num_speculative_tokens),
         ]
-    return [*lines, ("dtype", f"{loaded.dtype.name} on {jax.default_backend()}"), ("max_model_len", max_model_len)]
+    return [
+        *lines,
+        ("dtype", f"{loaded.dtype.name} on {jax.default_backend()}"),
+        ("max_model_len", max_model_len),
+    ]

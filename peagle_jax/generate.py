@@ -10,12 +10,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from peagle_jax import commands
 from peagle_jax.commands import CommandError, Loaded
 from peagle_jax.layers.attention import packed_attention
 from peagle_jax.models import stack
+from peagle_jax.models.stack import TargetParams
 from peagle_jax.serve.detokenize import Answer
 from peagle_jax.speculative.decoder import Decoder
 from peagle_jax.speculative.sampling import SamplingParams, filter_logits, gumbel_noise, sampling_state
@@ -89,16 +91,18 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
 def logits_after(loaded: Loaded, prefix: Sequence[int]) -> jnp.ndarray:
     """The target's next-token logits (V,), float32, from one pass over ``prefix``."""
     params, cfg = loaded.target.params, loaded.target.config
-    tokens = jnp.array([prefix], jnp.int32)
-    document = jnp.zeros_like(tokens)
-    out = stack.forward_packed(
-        params,
-        cfg,
-        tokens,
-        jnp.arange(len(prefix))[None],
-        lambda q, k, v: packed_attention(q, k, v, document, params.embed.dtype),
-    )
-    return stack.logits(params, cfg, out.hidden[:, -1])[0]
+
+    @jax.jit
+    def run(params: TargetParams, tokens: jnp.ndarray) -> jnp.ndarray:
+        document = jnp.zeros_like(tokens)
+
+        def attend(q: jnp.ndarray, k: jnp.ndarray, v: jnp.ndarray) -> jnp.ndarray:
+            return packed_attention(q, k, v, document, params.embed.dtype)
+
+        out = stack.forward_packed(params, cfg, tokens, jnp.arange(tokens.shape[1])[None], attend)
+        return stack.logits(params, cfg, out.hidden[:, -1])[0]
+
+    return run(params, jnp.array([prefix], jnp.int32))
 
 
 def token_scores(logits: jnp.ndarray, sampling: SamplingParams, position: int) -> jnp.ndarray:
@@ -171,7 +175,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     head, k = args.head, args.num_speculative_tokens
     if head == "none":
         if k:
-            raise CommandError(f"--head none decodes plainly, but --num-speculative-tokens is {k}; drop one of them")
+            raise CommandError(
+                f"--head none decodes plainly, but --num-speculative-tokens is {k}; drop one of them"
+            )
         head, k = None, 0
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     loaded = commands.load(
@@ -235,7 +241,9 @@ def _room(loaded: Loaded, prompt: int, wanted: int | None) -> int:
     if prompt == 0:
         raise CommandError("the prompt is empty; give at least one token")
     if prompt >= limit:
-        raise CommandError(f"the prompt has {prompt} tokens; the context of {limit} takes at most {limit - 1}")
+        raise CommandError(
+            f"the prompt has {prompt} tokens; the context of {limit} takes at most {limit - 1}"
+        )
     if wanted is None:
         return min(DEFAULT_MAX_TOKENS, limit - prompt)
     if prompt + wanted > limit:
@@ -275,7 +283,9 @@ def _lines(report: dict[str, Any]) -> list[str]:
     ]
     if k:
         shares = " ".join(f"{share:.2f}" for share in report["acceptance_per_position"])
-        lines.append(f"acceptance length {report['mean_acceptance_length']:.2f} (K = {k}), per position {shares}")
+        lines.append(
+            f"acceptance length {report['mean_acceptance_length']:.2f} (K = {k}), per position {shares}"
+        )
     else:
         lines.append("plain decoding: no head")
     if "speedup" in report:

@@ -26,14 +26,11 @@ def resolve(ref: str, revision: str | None = None) -> Path:
         CheckpointError: it is neither.
     """
     path = Path(ref).expanduser()
-    if path.is_dir():
+    if ref and path.is_dir():
         return path
-    if path.exists():
-        raise CheckpointError(f"{ref} is a file; expected a folder, a .gguf file or a Hugging Face id")
-    if ref.startswith((".", "/", "~")) or ref.count("/") > 1 or not ref:
-        raise CheckpointError(
-            f"{ref or 'an empty path'} does not exist; expected a folder or a Hugging Face id"
-        )
+    if not ref or ref.startswith((".", "/", "~")) or ref.count("/") > 1 or path.exists():
+        what = f"{ref} is a file" if ref and path.exists() else f"{ref or 'an empty path'} does not exist"
+        raise CheckpointError(f"{what}; expected a folder, a .gguf file or a Hugging Face id")
     import huggingface_hub
 
     try:

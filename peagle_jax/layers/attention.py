@@ -67,35 +67,44 @@ def packed_attention(
     v: Float[Array, "b n g h"],
     segment_ids: Int[Array, "b n"],
     dtype: jnp.dtype | None = None,
-    query_chunk: int = 1024,
+    block: int = 128,
+    unrolled: int = 16,
 ) -> Float[Array, "b n qh"]:
     """Causal attention of whole rows in which documents (equal ``segment_ids``) stand apart.
 
-    ``dtype`` is the operands' (float32 by default; accumulation is float32). Longer rows run
-    ``query_chunk`` queries at a time, recomputed in the reverse pass, so that no n x n array lives.
+    ``dtype`` is the operands' (float32 by default; accumulation is float32). Queries go in blocks
+    of ``block`` that read keys up to their own end only, which skips most of the masked half. Rows
+    of more than ``unrolled`` blocks read all keys, a block at a time, recomputed in the reverse
+    pass, so that no n x n array lives.
     """
     b, n, heads, h = q.shape
     g = k.shape[2]
     dtype = jnp.dtype(jnp.float32) if dtype is None else dtype
-    k, v = k.astype(dtype), v.astype(dtype)
-    along = jnp.arange(n)
+    q, k, v = (q * h**-0.5).astype(dtype), k.astype(dtype).swapaxes(1, 2), v.astype(dtype).swapaxes(1, 2)
 
-    def rows(q: Array, ids: Array, index: Array) -> Array:
+    def rows(q: Array, ids: Array, index: Array, end: int) -> Array:
         t = q.shape[1]
-        seen = (along <= index[:, None]) & (segment_ids[:, None] == ids[..., None])
-        flat = grouped(q * h**-0.5, g).astype(dtype)
-        scores = jnp.einsum("bgth,bsgh->bgts", flat, k, preferred_element_type=jnp.float32)
-        scores = jnp.where(seen[:, None, None], scores.reshape(b, g, -1, t, n), NEGATIVE)
-        p = jax.nn.softmax(scores, axis=-1).astype(dtype).reshape(b, g, -1, n)
-        return ungrouped(jnp.einsum("bgts,bsgh->bgth", p, v, preferred_element_type=jnp.float32), t)
+        seen = (jnp.arange(end) <= index[:, None]) & (segment_ids[:, None, :end] == ids[..., None])
+        scores = jnp.einsum("bgth,bgsh->bgts", grouped(q, g), k[:, :, :end], preferred_element_type=jnp.float32)
+        scores = jnp.where(seen[:, None, None], scores.reshape(b, g, -1, t, end), NEGATIVE)
+        p = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True)))
+        total = p.sum(-1).reshape(b, g, -1, 1)
+        p = p.astype(dtype).reshape(b, g, -1, end)
+        out = jnp.einsum("bgts,bgsh->bgth", p, v[:, :, :end], preferred_element_type=jnp.float32)
+        return ungrouped(out / total, t)
 
-    if n <= query_chunk:
-        return rows(q, segment_ids, along)
-    pad = -n % query_chunk
-    q = jnp.pad(q, ((0, 0), (0, pad), (0, 0), (0, 0))).reshape(b, -1, query_chunk, heads, h).swapaxes(0, 1)
-    ids = jnp.pad(segment_ids, ((0, 0), (0, pad))).reshape(b, -1, query_chunk).swapaxes(0, 1)
-    index = jnp.arange(n + pad).reshape(-1, query_chunk)
-    out = jax.lax.map(lambda xs: jax.checkpoint(rows)(*xs), (q, ids, index))
+    if n <= block * unrolled:
+        ends = [min(start + block, n) for start in range(0, n, block)]
+        parts = [
+            rows(q[:, s:end], segment_ids[:, s:end], jnp.arange(s, end), end)
+            for s, end in zip(range(0, n, block), ends, strict=True)
+        ]
+        return jnp.concatenate(parts, axis=1)
+    pad = -n % block
+    q = jnp.pad(q, ((0, 0), (0, pad), (0, 0), (0, 0))).reshape(b, -1, block, heads, h).swapaxes(0, 1)
+    ids = jnp.pad(segment_ids, ((0, 0), (0, pad))).reshape(b, -1, block).swapaxes(0, 1)
+    index = jnp.arange(n + pad).reshape(-1, block)
+    out = jax.lax.map(lambda xs: jax.checkpoint(lambda *a: rows(*a, n))(*xs), (q, ids, index))
     return out.swapaxes(0, 1).reshape(b, n + pad, heads * h)[:, :n]
 
 

@@ -21,14 +21,23 @@ def _narrow_forward(x: Array, w: Array) -> tuple[Array, tuple[Array, Array]]:
     return _narrow_product(x, w), (x, w)
 
 
+def _materialised_transpose(x: Array) -> Array:
+    """x.T as an array of its own. XLA:CPU folds any plain transpose into the product that follows,
+    and then widens the operands, since it has no narrow kernel for a transposed first operand. It
+    cannot fold through a conditional; the other branch is for values that are lost anyway."""
+    return jax.lax.cond(
+        jnp.isfinite(x[0, 0]), lambda x: x.T, lambda x: jnp.full(x.T.shape, jnp.nan, x.dtype), x
+    )
+
+
 def _narrow_backward(saved: tuple[Array, Array], g: Array) -> tuple[Array, Array]:
-    # Both products of the reverse pass read narrow operands too. The transpose is materialised:
-    # XLA:CPU has a fast kernel for (rows, k) x (k, columns) only.
+    # Both products of the reverse pass read narrow operands too. The barrier keeps a narrow result
+    # from being fused into them, which would widen the operands.
     x, w = saved
     g = g.astype(w.dtype)
     dx = jax.lax.dot_general(g, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-    xt = jax.lax.optimization_barrier(x.T)
-    dw = jax.lax.dot(xt, g, preferred_element_type=jnp.float32)
+    dw = jax.lax.dot(_materialised_transpose(x), g, preferred_element_type=jnp.float32)
+    dx, dw = jax.lax.optimization_barrier((dx, dw))
     return dx.astype(x.dtype), dw.astype(w.dtype)
 
 

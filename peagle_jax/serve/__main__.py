@@ -53,9 +53,19 @@ def build_parser() -> commands.Parser:
     add("--speculative-config", metavar="JSON", help="the head and how it drafts; see below")
     add("--host", default="127.0.0.1", help="0.0.0.0 serves other machines (default: %(default)s)")
     add("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
-    add("--max-model-len", type=int, metavar="N", help="prompt and answer together (default: the model's; on CPU at most 2048)")
+    add(
+        "--max-model-len",
+        type=int,
+        metavar="N",
+        help="prompt and answer together (default: the model's; on CPU at most 2048)",
+    )
     add("--dtype", choices=commands.DTYPES, default="auto", help="of the weights (default: auto)")
-    add("--served-model-name", nargs="+", metavar="NAME", help="names that requests may use (default: the model's)")
+    add(
+        "--served-model-name",
+        nargs="+",
+        metavar="NAME",
+        help="names that requests may use (default: the model's)",
+    )
     add("--seed", type=int, help="makes requests without a seed repeatable from start to start")
     return parser
 
@@ -138,7 +148,9 @@ def bind(host: str, port: int) -> socket.socket:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
     except (OSError, OverflowError) as error:
-        raise CommandError(f"cannot listen on {host}:{port}: {error}; choose another --host or --port") from error
+        raise CommandError(
+            f"cannot listen on {host}:{port}: {error}; choose another --host or --port"
+        ) from error
     return sock
 
 

@@ -90,7 +90,9 @@ def create_app(engine: Engine, model: ServedModel) -> FastAPI:
         deltas = _deltas(engine, request, http)
         if body.stream:
             events = _events(deltas, shape, len(request.prompt_ids), body.include_usage)
-            return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+            return StreamingResponse(
+                events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+            )
         text, count, finish = [], 0, None
         async for delta in deltas:
             text.append(delta.text)

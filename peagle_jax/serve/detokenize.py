@@ -113,7 +113,7 @@ class Answer:
         text: list[str] = []
         finish: FinishReason | None = finish_reason
         used = 0
-        for used, token in enumerate(tokens, start=1):  # noqa: B007
+        for used, token in enumerate(tokens, start=1):
             if finish_reason == "stop" and used == len(tokens):
                 break
             text.append(self._stop.push(self._detokenizer.push(token)))

@@ -7,7 +7,7 @@ vLLM does.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -97,7 +97,9 @@ def _refuse_unserved(data: Any, neutral: dict[str, tuple[Any, ...]]) -> Any:
                 continue
             allowed = " or ".join(["leave it out", *(f"send {n!r}" for n in neutral[name])])
             raise PydanticCustomError(
-                "unsupported_parameter", "{name} is not supported here; {allowed}", {"name": name, "allowed": allowed}
+                "unsupported_parameter",
+                "{name} is not supported here; {allowed}",
+                {"name": name, "allowed": allowed},
             )
     return data
 
@@ -107,7 +109,9 @@ def _check_text(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise PydanticCustomError("unicode", "expected valid Unicode, found half of a surrogate pair") from None
+        raise PydanticCustomError(
+            "unicode", "expected valid Unicode, found half of a surrogate pair"
+        ) from None
     return text
 
 
@@ -213,7 +217,9 @@ class Message(BaseModel):
                     {"kind": ascii(kind)[:60]},
                 )
             if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-                raise PydanticCustomError("content_part", 'expected parts like {{"type": "text", "text": "..."}}')
+                raise PydanticCustomError(
+                    "content_part", 'expected parts like {{"type": "text", "text": "..."}}'
+                )
         return "\n".join(part["text"] for part in value)
 
 
@@ -251,12 +257,16 @@ class CompletionRequest(GenerationRequest):
         prompts = value if isinstance(value, list) and value and isinstance(value[0], str | list) else [value]
         if len(prompts) > 1:
             raise PydanticCustomError(
-                "prompt_count", "expected one prompt, found {found}; send one request each", {"found": len(prompts)}
+                "prompt_count",
+                "expected one prompt, found {found}; send one request each",
+                {"found": len(prompts)},
             )
         prompt = prompts[0]
         is_ids = isinstance(prompt, list) and all(type(i) is int for i in prompt)
         if not isinstance(prompt, str) and not is_ids:
-            raise PydanticCustomError("prompt_type", "expected a string, a list of token ids, or a list of one of these")
+            raise PydanticCustomError(
+                "prompt_type", "expected a string, a list of token ids, or a list of one of these"
+            )
         return _check_text(prompt) if isinstance(prompt, str) else prompt
 
 

@@ -97,7 +97,9 @@ class ServedModel:
         except Exception as error:  # a template is a program of the model's author
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise APIError(
-                f"the model's chat template refused the messages: {reason}", param="messages", code="invalid_value"
+                f"the model's chat template refused the messages: {reason}",
+                param="messages",
+                code="invalid_value",
             ) from error
         return self.tokenizer.encode(text, add_special_tokens=False)
 

@@ -41,7 +41,9 @@ def parse_speculative_config(text: str) -> SpeculativeOptions:
     try:
         values = json.loads(text)
     except ValueError as error:
-        raise CommandError(f"{_FLAG} is not JSON ({error}); quote it as one argument: '{{\"model\": \"...\"}}'") from error
+        raise CommandError(
+            f'{_FLAG} is not JSON ({error}); quote it as one argument: \'{{"model": "..."}}\''
+        ) from error
     if values is None:
         return OFF
     if not isinstance(values, dict):
@@ -56,7 +58,9 @@ def parse_speculative_config(text: str) -> SpeculativeOptions:
         if key not in known:
             raise CommandError(f"{_FLAG} has the unknown key {key!r}; valid keys are {', '.join(known)}")
         if value is not None and type(value) is not known[key]:
-            raise CommandError(f"{_FLAG}: {key} must be a {_NAMES[known[key]]}, found {json.dumps(value)[:40]}")
+            raise CommandError(
+                f"{_FLAG}: {key} must be a {_NAMES[known[key]]}, found {json.dumps(value)[:40]}"
+            )
     tokens = values.get("num_speculative_tokens")
     if tokens is not None and tokens < 0:
         raise CommandError(f"{_FLAG}: num_speculative_tokens must be 0 (off) or more, found {tokens}")

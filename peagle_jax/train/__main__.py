@@ -1,35 +1,87 @@
-"""Commands: ``python -m peagle_jax.train [features] --config RECIPE``."""
+"""Trains a head, or prepares what training needs.
+
+    python -m peagle_jax.train --config RECIPE             train, or go on with a stopped run
+    python -m peagle_jax.train features --config RECIPE    compute the target's features
+    python -m peagle_jax.train show-mask --config RECIPE   print what the loss will see
+    python -m peagle_jax.train regenerate --prompts FILE --out FILE.jsonl
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 
 from rich.console import Console
 
-from peagle_jax.train.recipe import load_recipe
+from peagle_jax.train.recipe import TrainError, load_recipe
+
+COMMANDS = ("run", "features", "show-mask", "regenerate")
 
 
-def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="python -m peagle_jax.train", description=__doc__)
-    top.add_argument("command", nargs="?", default="run", choices=["run", "features"])
-    top.add_argument("--config", required=True, help="the recipe, a YAML file")
-    return top
+def parser(command: str) -> argparse.ArgumentParser:
+    """The arguments of one command."""
+    name = "" if command == "run" else f" {command}"
+    made = argparse.ArgumentParser(
+        prog=f"python -m peagle_jax.train{name}",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    if command == "regenerate":
+        made.add_argument("--prompts", nargs="+", required=True, help=".jsonl or .jsonl.gz with prompt or messages")
+        made.add_argument("--out", required=True, help="the .jsonl to write, or to go on with")
+        made.add_argument("--model", help="default: the embedded model")
+        made.add_argument("--tokenizer")
+        made.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+        made.add_argument("--batch", type=int, default=8, help="conversations at once")
+        made.add_argument("--max-tokens", type=int, default=320)
+        made.add_argument("--max-model-len", type=int, default=1024)
+        made.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7], help="taken in turn")
+        made.add_argument("--seed", type=int, default=0)
+        made.add_argument("--limit", type=int, default=0, help="only the first records")
+        made.add_argument("--template", type=json.loads, default={}, help="JSON: arguments of the chat template")
+        return made
+    made.add_argument("--config", required=True, help="the recipe, a YAML file")
+    if command == "features":
+        made.add_argument("--dry-run", action="store_true", help="say the size and stop")
+    if command == "show-mask":
+        made.add_argument("--count", type=int, default=3, help="conversations to print")
+    return made
+
+
+def dispatch(command: str, arguments: argparse.Namespace, console: Console) -> None:
+    """Runs a command. What it needs is imported here, so that --help is quick."""
+    if command == "regenerate":
+        from peagle_jax.train.regenerate import Options, regenerate
+
+        given = dict(vars(arguments))
+        if not isinstance(given["template"], dict):
+            raise TrainError(f"--template is a JSON object, found {given['template']!r}")
+        given["template"] = tuple(given["template"].items())
+        regenerate(Options(**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}), console)
+        return
+    recipe = load_recipe(arguments.config)
+    if command == "features":
+        from peagle_jax.train.prepare import compute_features
+
+        compute_features(recipe, console, arguments.dry_run)
+    elif command == "show-mask":
+        from peagle_jax.train.prepare import show_mask
+
+        show_mask(recipe, console, arguments.count)
+    else:
+        from peagle_jax.train.loop import train
+
+        train(recipe, console)
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = parser().parse_args(argv)
-    console = Console(soft_wrap=True)
+    """Returns the exit status: 2 for input that cannot be used, told in one line."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    command = words.pop(0) if words and words[0] in COMMANDS else "run"
+    arguments = parser(command).parse_args(words)
     try:
-        recipe = load_recipe(arguments.config)
-        if arguments.command == "features":
-            from peagle_jax.train.prepare import compute_features
-
-            compute_features(recipe, console)
-        else:
-            from peagle_jax.train.loop import train
-
-            train(recipe, console)
+        dispatch(command, arguments, Console(soft_wrap=True))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

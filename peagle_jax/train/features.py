@@ -179,7 +179,7 @@ def shard_plan(rows: int, shard_rows: int) -> list[int]:
 
 def write_shard(folder: Path, name: str, arrays: dict[str, np.ndarray]) -> None:
     """Writes a shard under a temporary name, then renames it. bfloat16 is stored as uint16."""
-    part = folder / f".{name}.part"
+    part = folder / f".{name}.{os.getpid()}.part"
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     record = {}
@@ -189,7 +189,12 @@ def write_shard(folder: Path, name: str, arrays: dict[str, np.ndarray]) -> None:
         np.save(part / f"{key}.npy", stored)
         record[key] = {"bytes": stored.nbytes, "crc32": zlib.crc32(stored.view(np.uint8))}
     write_json(part / "shard.json", record)
-    os.replace(part, folder / name)
+    try:
+        os.replace(part, folder / name)
+    except OSError:  # another process was faster with the same shard
+        if not (folder / name).is_dir():
+            raise
+        shutil.rmtree(part)
 
 
 def read_shard(folder: Path, name: str, dtype: str) -> dict[str, np.ndarray]:
@@ -267,7 +272,8 @@ def compute_folder(
     shard_rows: int,
     advance: Callable[[int], None] = lambda tokens: None,
 ) -> int:
-    """Computes every shard that is not there yet; returns how many were.
+    """Computes every shard that is not there yet; returns how many were. Several processes may
+    work on one folder; a killed one leaves a hidden .part folder behind, which nothing reads.
 
     Raises TrainError: the folder belongs to another identity, or the disk is too small.
     """
@@ -284,12 +290,14 @@ def compute_folder(
     if need > free:
         raise TrainError(f"features need {need / 1e9:.1f} GB in {folder}, but {free / 1e9:.1f} GB are free")
     stack.check_taps(cfg, identity.taps)
+    written = 0
     for split in SPLITS:
         for i, count in enumerate(plan[split]):
-            if (split, i) not in missing:
+            if (folder / shard_name(split, i)).is_dir():
                 advance(count * identity.row_length)
                 continue
             rows = splits[split][i * shard_rows : i * shard_rows + count]
             arrays = compute_shard(params, cfg, rows, identity, batch_rows, advance)
             write_shard(folder, shard_name(split, i), arrays)
-    return len(missing)
+            written += 1
+    return written

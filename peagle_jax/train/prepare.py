@@ -1,4 +1,4 @@
-"""The `features` command: conversations -> packed rows -> stored target features."""
+"""The `features` and `show-mask` commands: conversations -> packed rows -> stored target features."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from rich.console import Console
+from rich.text import Text
 
 from peagle_jax.checkpoint.model import load_target
 from peagle_jax.config import TargetConfig, default_taps
@@ -49,8 +51,11 @@ def feature_taps(recipe: Recipe, num_layers: int) -> tuple[int, ...]:
     return recipe.features.taps or recipe.head.taps or default_taps(num_layers)
 
 
-def compute_features(recipe: Recipe, console: Console) -> Path:
-    """Runs the command; returns the folder. Raises TrainError, CheckpointError or ConfigError."""
+def compute_features(recipe: Recipe, console: Console, dry_run: bool = False) -> Path:
+    """Runs the command; returns the folder. ``dry_run`` stops after the size is said.
+
+    Raises TrainError, CheckpointError or ConfigError.
+    """
     store = recipe.features
     dtype = jnp.dtype(store.dtype)
     console.print(f"loading the target {recipe.target or '(embedded default)'} in {store.dtype}")
@@ -79,6 +84,8 @@ def compute_features(recipe: Recipe, console: Console) -> Path:
     console.print(
         f"{store.folder} will hold {total * per_token / 1e9:.2f} GB ({per_token} bytes a token)"
     )
+    if dry_run:
+        return Path(store.folder)
     with progress_bar(console, "tokens") as bar:
         task = bar.add_task("features", total=total, note="")
 
@@ -99,3 +106,20 @@ def compute_features(recipe: Recipe, console: Console) -> Path:
         )
     console.print(f"{written} shards computed; {store.folder} is complete")
     return Path(store.folder)
+
+
+def show_mask(recipe: Recipe, console: Console, count: int) -> None:
+    """Prints conversations with every token that carries loss in green, and the totals.
+
+    Raises TrainError as ``load_documents`` does.
+    """
+    model = load_target(recipe.target, tokenizer=recipe.tokenizer)
+    documents, summary = load_documents(recipe, model.tokenizer, model.config)
+    for document in documents[:count]:
+        edges = np.flatnonzero(np.diff(document.flags)) + 1
+        shown = Text(f"{document.id}: ", style="bold")
+        for part in np.split(np.arange(len(document.tokens)), edges):
+            style = "green" if document.flags[part[0]] else "dim"
+            shown.append(model.tokenizer.decode(document.tokens[part].tolist()), style=style)
+        console.print(shown)
+    console.print(summary.line())

@@ -95,7 +95,8 @@ def make_objective(recipe: Recipe, cfg: DrafterConfig, row_length: int) -> tuple
         )
 
     def peagle(params: DrafterParams, head: Array, batch: Batch) -> tuple[Array, Metrics]:
-        return peagle_loss(params, cfg, head, batch, counts, recipe.loss.depth_weights or None)
+        weights = recipe.loss.depth_weights or None
+        return peagle_loss(params, cfg, head, batch, counts, weights, remat=options.segments > 1)
 
     return peagle, options
 

@@ -199,7 +199,7 @@ def test_a_failed_save_leaves_the_old_head(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(head, "save_file", full)
-    with pytest.raises(CheckpointError, match="cannot write .*: .*No space left on device"):
+    with pytest.raises(CheckpointError, match=r"cannot write .*: .*No space left on device"):
         head.save_head(saved.folder, saved.cfg, saved.params, target=TARGET, share_embed=False)
     assert {p.name: p.read_bytes() for p in saved.folder.iterdir()} == before
     assert [p.name for p in tmp_path.iterdir()] == ["head"]

@@ -28,8 +28,8 @@ class Server:
 
     def __init__(self, url: str, engine: Engine, decoder: Any, tokenizer: Any) -> None:
         self.url, self.engine, self.decoder, self.tokenizer = url, engine, decoder, tokenizer
-        self.http = httpx.Client(base_url=url, timeout=20)
-        self.openai = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=20)
+        self.http = httpx.Client(base_url=url, timeout=120)
+        self.openai = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
 
     def post(self, path: str, **body: Any) -> httpx.Response:
         return self.http.post(path, json=body)

@@ -49,7 +49,11 @@ def test_chat_renders_the_template_and_answers(server):
     choice = answer.choices[0]
     prompt = "<|start|>user\nhi<|end|>\n<|start|>assistant\n"
     assert server.decoder.seen[-1][0] == TOKENIZER.encode(prompt)
-    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", ANSWER, "stop")
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == (
+        "assistant",
+        ANSWER,
+        "stop",
+    )
     assert answer.object == "chat.completion"
     assert answer.model == "tiny"
     assert answer.usage.prompt_tokens == len(TOKENIZER.encode(prompt))
@@ -133,7 +137,9 @@ def test_sampling_parameters_reach_the_decoder(server):
 
 
 def test_absent_parameters_take_the_models_defaults(serve):
-    server = serve(says("x"), defaults=SamplingDefaults.from_generation_config({"temperature": 0.6, "top_k": 20}))
+    server = serve(
+        says("x"), defaults=SamplingDefaults.from_generation_config({"temperature": 0.6, "top_k": 20})
+    )
     complete(server)
     first = server.decoder.seen[-1][1]
     complete(server, temperature=0)
@@ -325,7 +331,11 @@ def test_completions_refuse_their_own(server, field, value):
         ({"stop_token_ids": "a"}, "stop_token_ids", "valid list"),
         ({"stream": "yes"}, "stream", "valid boolean"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "only allowed with stream: true"),
-        ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, None, "continuous_usage_stats"),
+        (
+            {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+            None,
+            "continuous_usage_stats",
+        ),
         ({"messages": []}, "messages", "at least 1 item"),
         ({"messages": "hi"}, "messages", "valid list"),
         ({"messages": [{"role": "user"}]}, "messages.0.content", "field required"),
@@ -378,7 +388,9 @@ def test_wrong_values_are_refused_by_name(server, body, param, words):
 )
 def test_wrong_prompts_are_refused(server, prompt, words):
     headers = {"content-type": "application/json"}
-    error = refused(server.http.post("/v1/completions", content=json.dumps({"prompt": prompt}), headers=headers))
+    error = refused(
+        server.http.post("/v1/completions", content=json.dumps({"prompt": prompt}), headers=headers)
+    )
     assert words in error["message"]
     assert error["param"] == "prompt"
 

@@ -44,7 +44,10 @@ def test_null_and_zero_tokens_are_off():
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"num_spec_tokens": 3}, "unknown key 'num_spec_tokens'; valid keys are method, model, num_speculative"),
+        (
+            {"num_spec_tokens": 3},
+            "unknown key 'num_spec_tokens'; valid keys are method, model, num_speculative",
+        ),
         ({"method": "medusa"}, "method 'medusa' is not supported; expected one of eagle3, peagle, p_eagle"),
         ({"num_speculative_tokens": -1}, "must be 0 (off) or more, found -1"),
         ({"num_speculative_tokens": "5"}, 'must be a whole number, found "5"'),
@@ -52,7 +55,10 @@ def test_null_and_zero_tokens_are_off():
         ({"num_speculative_tokens": 2.0}, "must be a whole number, found 2.0"),
         ({"parallel_drafting": "true"}, "must be a boolean"),
         ({"model": 3}, "model must be a string"),
-        ({"method": "peagle", "parallel_drafting": False}, "drafts in parallel, but parallel_drafting is false"),
+        (
+            {"method": "peagle", "parallel_drafting": False},
+            "drafts in parallel, but parallel_drafting is false",
+        ),
     ],
 )
 def test_wrong_values_are_one_line(values, words):

@@ -1,0 +1,213 @@
+"""The `regenerate` command: the target answers prompts, so that training text is its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+
+from peagle_jax.checkpoint.model import LoadedTarget, load_target
+from peagle_jax.speculative.decoder import Decoder, Request
+from peagle_jax.speculative.sampling import SamplingParams
+from peagle_jax.train.progress import progress_bar
+from peagle_jax.train.recipe import TrainError
+from peagle_jax.train.tokens import ConversationEncoder, read_records, record_id
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How answers are written. A record's temperature is one of ``temperatures``, by its place."""
+
+    prompts: tuple[str, ...]
+    out: str
+    model: str | None = None
+    tokenizer: str | None = None
+    dtype: str = "bfloat16"
+    batch: int = 8
+    max_tokens: int = 320
+    max_model_len: int = 1024
+    temperatures: tuple[float, ...] = (0.0, 0.7)
+    seed: int = 0
+    limit: int = 0
+    template: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclasses.dataclass
+class Conversation:
+    """A record on its way: ``turns`` are the messages that are not the assistant's."""
+
+    record: dict[str, Any]
+    number: int
+    turns: list[dict[str, str]]
+    messages: list[dict[str, str]] = dataclasses.field(default_factory=list)
+    finish: str = "stop"
+
+    def advance(self) -> bool:
+        """Moves the next messages up to a user's over; False when none is left."""
+        while self.turns:
+            message = self.turns.pop(0)
+            self.messages.append(message)
+            if message["role"] == "user":
+                return True
+        return False
+
+    def close(self) -> None:
+        """Ends the conversation before the question that does not fit the context."""
+        self.turns.clear()
+        while self.messages and self.messages[-1]["role"] != "assistant":
+            self.messages.pop()
+
+
+def start_conversation(record: dict[str, Any], number: int) -> Conversation:
+    """From a record's ``messages`` (answers in it are dropped) or ``prompt``.
+
+    Raises TrainError: it has neither, or no user message.
+    """
+    if isinstance(record.get("messages"), list):
+        turns = [m for m in record["messages"] if m.get("role") != "assistant"]
+    elif isinstance(record.get("prompt"), str):
+        turns = [{"role": "user", "content": record["prompt"]}]
+    else:
+        raise TrainError(f"record {record_id(record)} has neither a prompt nor messages")
+    if not any(m.get("role") == "user" for m in turns):
+        raise TrainError(f"record {record_id(record)} has no user message to answer")
+    return Conversation(record, number, turns)
+
+
+def finished_ids(path: Path, target: str) -> set[str]:
+    """Ids that an earlier run wrote; a last line that it could not finish is cut off.
+
+    Raises TrainError: the file is another target's, or not readable.
+    """
+    if not path.exists():
+        return set()
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if len(whole) < len(content):
+        with path.open("r+b") as file:
+            file.truncate(len(whole))
+    ids = set()
+    for record in read_records([path]):
+        if record.get("target") != target:
+            raise TrainError(f"{path} holds answers of {record.get('target')}, not of {target}; choose another --out")
+        ids.add(record_id(record))
+    return ids
+
+
+def make_decoder(options: Options, model: LoadedTarget) -> Decoder:
+    room = min(options.max_model_len, model.config.max_position)
+    return Decoder(model.config, model.params, max_model_len=room, batch=options.batch)
+
+
+def answer(
+    group: Sequence[Conversation], decoder: Decoder, encoder: ConversationEncoder, options: Options
+) -> tuple[list[Conversation], int]:
+    """Lets the target write every answer of a group of conversations, turn by turn.
+
+    Returns the conversations that have an answer, and the number of tokens written.
+    """
+    written = 0
+    while True:
+        open_ = [c for c in group if c.finish == "stop" and c.advance()]
+        requests, fitting = [], []
+        for c in open_:
+            prompt = encoder.prompt_ids(c.messages)
+            if len(prompt) + 1 >= decoder.max_model_len:
+                c.close()
+                continue
+            sampling = SamplingParams(
+                temperature=temperature_of(c.number, options), seed=(options.seed + c.number) % 2**31
+            )
+            requests.append(Request(prompt, sampling, options.max_tokens, encoder.stop_ids))
+            fitting.append(c)
+        if not requests:
+            return [c for c in group if any(m["role"] == "assistant" for m in c.messages)], written
+        tokens: list[list[int]] = [[] for _ in requests]
+        for results in decoder.run(requests):
+            for i, result in enumerate(results):
+                if result is not None:
+                    tokens[i] += result.tokens
+                    fitting[i].finish = result.finish_reason or fitting[i].finish
+        for c, ids in zip(fitting, tokens, strict=True):
+            written += len(ids)
+            if ids and ids[-1] in encoder.stop_ids:
+                ids = ids[:-1]
+            text = encoder.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            c.messages.append({"role": "assistant", "content": text})
+
+
+def temperature_of(number: int, options: Options) -> float:
+    return options.temperatures[number % len(options.temperatures)]
+
+
+def result_record(c: Conversation, options: Options, target: str) -> dict[str, Any]:
+    """The line that is written: the record's own facts, its settings and the conversation."""
+    facts = {k: v for k, v in c.record.items() if k not in ("prompt", "messages", "finish", "temperature")}
+    facts["id"] = record_id(c.record)
+    return {
+        **facts,
+        "target": target,
+        "temperature": temperature_of(c.number, options),
+        "finish": c.finish,
+        "messages": c.messages,
+    }
+
+
+def groups_by_length(conversations: Iterable[Conversation], size: int) -> list[list[Conversation]]:
+    """Groups of about equally long prompts, in a fixed random order."""
+    ordered = sorted(conversations, key=lambda c: (len(json.dumps(c.turns)), c.number))
+    groups = [ordered[i : i + size] for i in range(0, len(ordered), size)]
+    order = np.random.default_rng(0).permutation(len(groups))
+    return [groups[i] for i in order]
+
+
+def check(options: Options) -> None:
+    """Raises TrainError for options that make no sense."""
+    if not options.out.endswith(".jsonl"):
+        raise TrainError(f"--out is a .jsonl file, so that a stopped run can go on; found {options.out}")
+    if options.batch < 1 or options.max_tokens < 1:
+        raise TrainError(f"--batch and --max-tokens must be positive, found {options.batch} and {options.max_tokens}")
+    if not options.temperatures or min(options.temperatures) < 0:
+        raise TrainError(f"--temperatures are numbers from 0 up, found {list(options.temperatures)}")
+
+
+def regenerate(options: Options, console: Console, model: LoadedTarget | None = None) -> int:
+    """Writes the answers that are still missing; returns how many records were added.
+
+    Every group is on disk before the next one starts. Raises TrainError or CheckpointError.
+    """
+    check(options)
+    if model is None:
+        model = load_target(options.model, dtype=jnp.dtype(options.dtype), tokenizer=options.tokenizer)
+    out = Path(options.out)
+    done = finished_ids(out, model.name)
+    records = enumerate(read_records(options.prompts, options.limit))
+    waiting = [start_conversation(r, i) for i, r in records if record_id(r) not in done]
+    console.print(f"{model.name}: {len(waiting)} records to answer, {len(done)} are in {out} already")
+    if not waiting:
+        return 0
+    encoder = ConversationEncoder(model.tokenizer, model.config.eos_token_ids, dict(options.template))
+    decoder = make_decoder(options, model)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    added = tokens = 0
+    with out.open("a", encoding="utf-8") as file, progress_bar(console, "records") as bar:
+        task = bar.add_task("regenerate", total=len(waiting), note="")
+        for group in groups_by_length(waiting, options.batch):
+            kept, written = answer(group, decoder, encoder, options)
+            for c in kept:
+                file.write(json.dumps(result_record(c, options, model.name), ensure_ascii=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+            added += len(kept)
+            tokens += written
+            elapsed = bar.tasks[task].elapsed or 1.0
+            bar.update(task, advance=len(group), note=f"{tokens / elapsed:,.0f} tokens/s")
+    console.print(f"{added} records, {tokens} answer tokens; {len(waiting) - added} prompts left no room for an answer")
+    return added

@@ -1,0 +1,151 @@
+"""``python -m peagle_jax.serve``: flags, the start-up report, and the end on a signal."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+
+from peagle_jax import commands
+from peagle_jax.serve import __main__ as command
+from tests.serve.tiny_model import write_head, write_model
+
+ROOT = Path(__file__).parents[2]
+
+
+def refused(argv: list[str], capsys) -> str:
+    """The one line that a wrong command line gets."""
+    try:
+        status = commands.run_command(lambda: command.main(argv))
+    except SystemExit as stop:
+        status = stop.code
+    out, err = capsys.readouterr()
+    assert (status, out) == (2, "")
+    assert err.count("\n") == 1
+    return err
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--tensor-paralel-size", "2"], "unrecognized arguments: --tensor-paralel-size 2; see"),
+        (["--max-model", "9"], "unrecognized arguments"),  # abbreviations are not guessed
+        (["--port", "x"], "invalid int value: 'x'"),
+        (["--dtype", "fp8"], "invalid choice: 'fp8'"),
+        (["a", "--model", "b"], "MODEL is 'a' but --model is 'b'"),
+        (["--speculative-config", "{"], "is not JSON"),
+        (["--speculative-config", '{"tokens": 3}'], "unknown key 'tokens'; valid keys are"),
+        (["--speculative-config", '{"num_speculative_tokens": -2}'], "found -2"),
+        (["/nowhere", "--port", "0"], "/nowhere does not exist"),
+        (
+            ["/nowhere", "--port", "0", "--speculative-config", '{"num_speculative_tokens": 2}'],
+            "there is no head",
+        ),
+        (["--port", "99999"], "cannot listen on 127.0.0.1:99999"),
+    ],
+)
+def test_wrong_command_lines_are_one_line_and_status_2(capsys, argv, words):
+    assert words in refused(argv, capsys)
+
+
+def test_a_busy_port_is_told_before_anything_is_loaded(capsys, monkeypatch):
+    monkeypatch.setattr(commands, "load_target", lambda *_, **__: pytest.fail("loaded"))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert f"cannot listen on 127.0.0.1:{port}" in refused(["--port", str(port)], capsys)
+
+
+def test_help_teaches_the_json_keys(capsys):
+    with pytest.raises(SystemExit) as stop:
+        command.main(["--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    for word in ("num_speculative_tokens", "parallel_drafting", "--max-model-len", "--served-model-name"):
+        assert word in text
+
+
+class Process:
+    """The command in a process of its own, and the lines that it prints."""
+
+    def __init__(self, *argv: str) -> None:
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "peagle_jax.serve", *argv],
+            env=environment,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.lines: list[str] = []
+        self._arrived: queue.Queue[str | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            self._arrived.put(line)
+        self._arrived.put(None)
+
+    def wait_for(self, word: str) -> str:
+        """The first line with ``word``."""
+        while True:
+            line = self._arrived.get(timeout=200)
+            assert line is not None, "".join(self.lines)
+            self.lines.append(line)
+            if word in line:
+                return line
+
+    def end(self) -> str:
+        """Everything printed, once the process has ended."""
+        self.process.wait(60)
+        while (line := self._arrived.get(timeout=10)) is not None:
+            self.lines.append(line)
+        return "".join(self.lines)
+
+
+def test_it_serves_a_folder_with_a_head_and_ends_in_peace(tmp_path):
+    model, head = write_model(tmp_path / "model"), write_head(tmp_path / "head")
+    config = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 2, "parallel_drafting": True}
+    server = Process(
+        *(str(model), "--port", "0", "--dtype", "float32", "--max-model-len", "600"),
+        *("--served-model-name", "tiny", "--speculative-config", json.dumps(config)),
+    )
+    try:
+        url = server.wait_for("ready: ").split()[1].removesuffix("/v1/chat/completions")
+        report = "".join(server.lines)
+        for line in (
+            "P-EAGLE, 1 layers",
+            "0, 1, 2 of boundaries 0..2",
+            "K              2",
+            "max_model_len  600",
+        ):
+            assert line in report
+        assert httpx.get(f"{url}/health").status_code == 200
+        body = {"prompt": "the cat", "max_tokens": 590, "ignore_eos": True, "stream": True}
+        events = []
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
+            for line in response.iter_lines():
+                if line and not events:
+                    server.process.send_signal(signal.SIGTERM)  # amid the answer
+                events += [line] if line else []
+        assert events[-1] == "data: [DONE]"
+        assert json.loads(events[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+        printed = server.end()
+        assert server.process.returncode == 0, printed
+        assert "Traceback" not in printed
+        assert "590 tokens in" in printed
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{url}/health")
+    finally:
+        server.process.kill()

@@ -1,0 +1,109 @@
+import threading
+
+import numpy as np
+import pytest
+
+from peagle_jax.train.cod import CodOptions
+from peagle_jax.train.data import (
+    Prefetched,
+    RowStore,
+    indices_of_step,
+    make_batch,
+    training_batches,
+    validation_batches,
+)
+from peagle_jax.train.recipe import TrainError
+from peagle_jax.train.setup import template_ids
+from tests.train import tiny_run
+
+OPTIONS = CodOptions(num_depths=4, ratio=0.7, segments=2)
+
+
+def test_taps_are_selected_in_the_heads_order(prepared):
+    stored = RowStore(prepared / "features", "train", (1, 3, 4, 5))
+    chosen = RowStore(prepared / "features", "train", (5, 1))
+    whole, part = stored.rows(np.array([2, 9])), chosen.rows(np.array([2, 9]))
+    np.testing.assert_array_equal(part["features"], whole["features"][..., [*range(36, 48), *range(12)]])
+    np.testing.assert_array_equal(part["hidden"], whole["hidden"])
+
+
+def test_rows_are_found_across_shards(prepared):
+    store = RowStore(prepared / "features", "train", (1,))
+    assert len(store.shards) > 1
+    everything = store.array("tokens")
+    indices = np.arange(len(store))[::-1]
+    np.testing.assert_array_equal(store.rows(indices)["tokens"], everything[indices])
+
+
+def test_a_tap_that_was_not_stored_is_named(prepared):
+    with pytest.raises(TrainError, match=r"taps \[1, 3, 4, 5\], not of \[2\]"):
+        RowStore(prepared / "features", "train", (1, 2))
+
+
+def test_steps_cover_every_row_once_an_epoch():
+    rows = np.concatenate([indices_of_step(step, 4, 10, 0)[0] for step in range(5)])
+    assert sorted(rows[:10]) == sorted(rows[10:]) == list(range(10))
+    assert rows[:10].tolist() != rows[10:].tolist()
+    epochs = np.concatenate([indices_of_step(step, 4, 10, 0)[1] for step in range(5)])
+    assert epochs.tolist() == [0] * 10 + [1] * 10
+
+
+def equal(a, b):
+    return all(np.array_equal(x, y) for x, y in zip(vars(a).values(), vars(b).values(), strict=True))
+
+
+def test_batches_depend_on_the_step_and_not_on_where_a_run_began(prepared):
+    store = RowStore(prepared / "features", "train", (1, 3, 5))
+    straight, later = training_batches(store, 0, 3, 7, OPTIONS), training_batches(store, 4, 3, 7, OPTIONS)
+    first = [next(straight) for _ in range(7)]
+    for step in range(4, 7):
+        assert equal(first[step], next(later))
+    assert not equal(first[0], first[1])
+
+
+def test_the_same_row_has_other_rollouts_in_another_epoch(prepared):
+    store = RowStore(prepared / "features", "train", (1,))
+    batches = [make_batch(store, np.array([0]), [(0, epoch, 0)], OPTIONS) for epoch in (0, 1)]
+    assert (batches[0].tokens == batches[1].tokens).all()
+    assert not np.array_equal(batches[0].anchors, batches[1].anchors)
+
+
+def test_validation_is_the_same_every_time(prepared):
+    store = RowStore(prepared / "features", "train", (1,))
+    first, second = (list(validation_batches(store, 7, 3, 0, OPTIONS)) for _ in range(2))
+    assert len(first) == 2
+    assert all(equal(a, b) for a, b in zip(first, second, strict=True))
+    assert len(list(validation_batches(store, 2, 3, 0, OPTIONS))) == 1  # fewer rows than a batch
+
+
+def test_eagle3_batches_have_no_rollouts(prepared):
+    store = RowStore(prepared / "features", "train", (1,))
+    batch = make_batch(store, np.array([0, 1]), [(0, 0, 0), (0, 0, 1)], None)
+    assert batch.anchors.shape == batch.lengths.shape == (1, 2, 0)
+
+
+def test_prefetching_keeps_order_and_passes_errors_on():
+    def source():
+        yield from range(5)
+        raise TrainError("the disk is gone")
+
+    ahead = Prefetched(source(), lambda x: x * 10)
+    assert [next(ahead) for _ in range(5)] == [0, 10, 20, 30, 40]
+    for _ in range(2):
+        with pytest.raises(TrainError, match="the disk is gone"):
+            next(ahead)
+    assert list(Prefetched(iter("abc"))) == ["a", "b", "c"]
+
+
+def test_closing_stops_the_thread():
+    before = threading.active_count()
+    ahead = Prefetched(iter(int, 1))
+    next(ahead)
+    ahead.close()
+    assert threading.active_count() == before
+
+
+def test_markers_of_the_template_have_a_meaning_and_spare_ids_do_not():
+    meaning, special = template_ids(tiny_run.tokenizer())
+    assert meaning == {tiny_run.START, tiny_run.END}
+    assert special == {tiny_run.START, tiny_run.SPARE, tiny_run.END}

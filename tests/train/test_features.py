@@ -1,0 +1,162 @@
+import json
+import shutil
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from peagle_jax.models import stack
+from peagle_jax.train import features, prepare
+from peagle_jax.train.data import RowStore
+from peagle_jax.train.recipe import TrainError
+from peagle_jax.train.tokens import ConversationEncoder, Summary, encode_records
+from tests.tiny import TARGET
+from tests.train import tiny_run
+
+
+def plain_features(params, tokens, taps):
+    """A document alone, through the cache-free stack with a dense causal mask."""
+
+    def attend(q, k, v):
+        n, g = q.shape[1], k.shape[2]
+        k, v = (jnp.repeat(x, q.shape[2] // g, axis=2) for x in (k, v))
+        scores = jnp.einsum("btnh,bsnh->bnts", q, k) * q.shape[-1] ** -0.5
+        scores = jnp.where(jnp.tril(jnp.ones((n, n), bool)), scores, -jnp.inf)
+        p = jnp.exp(scores - scores.max(-1, keepdims=True))
+        p /= p.sum(-1, keepdims=True)
+        return jnp.einsum("bnts,bsnh->btnh", p, v).reshape(*q.shape[:2], -1)
+
+    tokens = jnp.asarray(tokens)[None]
+    positions = jnp.arange(tokens.shape[1])[None]
+    out = stack.forward_packed(params, TARGET, tokens, positions, attend, taps)
+    return out.features[0], stack.final_hidden(params, TARGET, out.hidden)[0]
+
+
+def test_stored_rows_equal_each_document_run_alone(prepared, tiny_target):
+    store = RowStore(prepared / "features", "train", (1, 3, 4, 5))
+    compared = 0
+    for i in range(3):
+        row = {k: v[0] for k, v in store.rows(np.array([i])).items()}
+        for segment in range(row["segment_ids"].max() + 1):
+            where = row["segment_ids"] == segment
+            found = plain_features(tiny_target.params, row["tokens"][where], (1, 3, 4, 5))
+            np.testing.assert_allclose(row["features"][where], found[0], rtol=2e-5, atol=2e-5)
+            np.testing.assert_allclose(row["hidden"][where], found[1], rtol=2e-5, atol=2e-5)
+            compared += 1
+    assert compared > 3
+
+
+def test_every_document_is_in_one_split(prepared, tiny_target):
+    rows = {
+        split: np.concatenate([features.read_shard(prepared / "features", n, "float32")["tokens"] for n in names])
+        for split, names in (
+            (s, sorted(p.name for p in (prepared / "features").glob(f"{s}-*"))) for s in features.SPLITS
+        )
+    }
+    encoder = ConversationEncoder(tiny_target.tokenizer)
+    documents = list(encode_records(tiny_run.conversations(60), encoder, Summary()))
+    text = {s: [",".join(map(str, r)) for r in found.tolist()] for s, found in rows.items()}
+    homes = [
+        [s for s in features.SPLITS if any(",".join(map(str, d.tokens.tolist())) in row for row in text[s])]
+        for d in documents
+    ]
+    assert all(len(home) == 1 for home in homes)
+    assert {home[0] for home in homes} == set(features.SPLITS)
+
+
+def test_resume_computes_only_what_is_missing(prepared, console):
+    folder = prepared / "features"
+    before = {p.name: p.stat().st_mtime_ns for p in folder.glob("train-*")}
+    kept = (folder / "train-00001" / "features.npy").read_bytes()
+    shutil.rmtree(folder / "train-00001")
+    (folder / ".train-00001.77.part").mkdir()
+    (folder / ".train-00001.77.part" / "features.npy").write_bytes(b"cut short")
+    prepare.compute_features(tiny_run.recipe(prepared), console)
+    assert "1 shards computed" in console.file.getvalue()
+    assert (folder / "train-00001" / "features.npy").read_bytes() == kept
+    after = {p.name: p.stat().st_mtime_ns for p in folder.glob("train-*")}
+    assert {k for k in before if before[k] != after[k]} == {"train-00001"}
+
+
+@pytest.mark.parametrize(
+    ("section", "change", "message"),
+    [
+        ("features", {"taps": [1, 2, 5]}, r"features of other taps \[1, 3, 4, 5\], not \[1, 2, 5\]"),
+        ("features", {"dtype": "bfloat16"}, "features of other dtype float32, not bfloat16"),
+        ("features", {"row_length": 48}, "features of other"),
+        ("data", {"limit": 50}, "features of other data"),
+    ],
+)
+def test_a_folder_of_other_features_is_refused(prepared, console, section, change, message):
+    with pytest.raises(TrainError, match=message):
+        prepare.compute_features(tiny_run.recipe(prepared, **{section: change}), console)
+
+
+def test_a_folder_of_another_target_is_refused(prepared, console, tiny_target):
+    tiny_target.params = tiny_run.target(seed=5).params
+    with pytest.raises(TrainError, match="features of other weights; choose another features.folder or delete"):
+        prepare.compute_features(tiny_run.recipe(prepared), console)
+
+
+def test_the_size_is_said_before_and_is_right(prepared, console):
+    prepare.compute_features(tiny_run.recipe(prepared), console)
+    said = float(console.file.getvalue().split("will hold ")[1].split(" GB")[0])
+    folder = prepared / "features"
+    stored = sum(
+        json.loads(p.read_text())[key]["bytes"] for p in folder.glob("*/shard.json") for key in features.ARRAYS
+    )
+    assert said == round(stored / 1e9, 2)
+    manifest = features.read_manifest(folder)
+    identity = features.Identity(
+        *(tuple(manifest[k]) if k == "taps" else manifest[k] for k in features.Identity.__dataclass_fields__)
+    )
+    rows = sum(sum(plan) for plan in manifest["shards"].values())
+    assert stored == rows * identity.row_length * features.bytes_per_token(identity)
+
+
+def test_too_little_disk_stops_before_anything_is_computed(tiny_target, tmp_path, console, monkeypatch):
+    tiny_run.write_data(tmp_path / "data.jsonl", tiny_run.conversations(20))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(features.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(TrainError, match="GB are free"):
+        prepare.compute_features(tiny_run.recipe(tmp_path), console)
+    assert not list((tmp_path / "features").glob("train-*"))
+
+
+def test_bfloat16_survives_storage(tmp_path):
+    values = np.arange(-12, 12, dtype=np.float32).reshape(1, 4, 6).astype(ml_dtypes.bfloat16) / 7
+    small = np.zeros((1, 4), np.int32)
+    arrays = dict.fromkeys(("tokens", "segment_ids", "positions", "flags"), small)
+    features.write_shard(tmp_path, "train-00000", {**arrays, "features": values, "hidden": values})
+    read = features.read_shard(tmp_path, "train-00000", "bfloat16")
+    assert read["features"].dtype == ml_dtypes.bfloat16
+    assert (read["features"] == values).all()
+    features.verify_shard(tmp_path, "train-00000")
+
+
+def test_damage_is_named(tmp_path, prepared):
+    folder = prepared / "features"
+    features.verify_shard(folder, "train-00000")
+    path = folder / "train-00000" / "features.npy"
+    content = bytearray(path.read_bytes())
+    content[-9] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(TrainError, match=r"features.npy has a wrong checksum"):
+        features.verify_shard(folder, "train-00000")
+    path.write_bytes(content[:100])
+    with pytest.raises(TrainError, match=r"features.npy is not readable"):
+        features.read_shard(folder, "train-00000", "float32")
+    with pytest.raises(TrainError, match="lacks the shard train-00099"):
+        features.read_shard(folder, "train-00099", "float32")
+    with pytest.raises(TrainError, match="holds no features"):
+        features.read_manifest(tmp_path / "nowhere")
+
+
+def test_blocks_of_queries_do_not_change_attention():
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, 12, heads, 6)), jnp.float32) for heads in (4, 2, 2))
+    ids = jnp.asarray([[0] * 5 + [1] * 7, [0] * 9 + [-1] * 3])
+    whole = features.packed_attention(ids, jnp.float32, 12)(q, k, v)
+    parts = features.packed_attention(ids, jnp.float32, 4)(q, k, v)
+    np.testing.assert_allclose(whole, parts, atol=1e-6)

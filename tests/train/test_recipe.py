@@ -1,0 +1,70 @@
+from pathlib import Path
+
+import pytest
+
+from peagle_jax.train.recipe import TrainError, load_recipe, parse_recipe, recipe_dict
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "train").glob("*.yaml")), ids=lambda p: p.name)
+def test_every_recipe_that_we_ship_is_valid(path):
+    recipe = load_recipe(path)
+    assert recipe.data.files and recipe.output.startswith("runs/")
+
+
+def test_there_are_recipes_for_both_methods():
+    methods = {load_recipe(p).method for p in (ROOT / "train").glob("*.yaml")}
+    assert methods == {"peagle", "eagle3"}
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({"optimiser": {}}, "recipe: unknown key 'optimiser'; expected one of method, target"),
+        ({"optimizer": {"lr": 1}}, "optimizer: unknown key 'lr'; expected one of learning_rate"),
+        ({"optimizer": {"learning_rate": "fast"}}, "optimizer.learning_rate: found 'fast', expected float"),
+        ({"optimizer": {"learning_rate": 0}}, "optimizer.learning_rate must be positive, found 0"),
+        ({"optimizer": {"batch_rows": 6, "micro_rows": 4}}, r"micro_rows \(4\) must divide"),
+        ({"optimizer": {"steps": 0, "epochs": 0}}, "steps or optimizer.epochs must be positive"),
+        ({"method": "medusa"}, "method: found 'medusa', expected one of peagle, eagle3"),
+        ({"head": {"taps": 3}}, "head.taps: found 3, expected a list"),
+        ({"head": {"taps": [1, "x"]}}, r"head.taps\[1\]: found 'x', expected int"),
+        ({"head": {"num_layers": True}}, "head.num_layers: found True, expected int"),
+        ({"head": {"draft_vocab_size": -1}}, "found -1"),
+        ({"head": {"num_layers": 0}}, "head.num_layers must be positive"),
+        ({"data": {"heldout": 1.0}}, r"data.heldout is a share in \[0, 1\)"),
+        ({"cod": {"ratio": 0}}, r"cod.ratio must lie in \(0, 1\]"),
+        ({"loss": {"depth_weights": [1.0]}}, "loss.depth_weights needs 8 values"),
+        ({"init": {"source": "head"}}, "init.head names no folder"),
+        ({"data": []}, r"data: found \[\], expected a mapping"),
+        ({"data": {"template": 3}}, "data.template: found 3, expected a mapping"),
+    ],
+)
+def test_a_wrong_recipe_is_named_in_one_line(raw, message):
+    with pytest.raises(TrainError, match=message) as raised:
+        parse_recipe(raw)
+    assert "\n" not in str(raised.value)
+
+
+def test_values_become_the_types_of_their_fields(tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_text("optimizer: {learning_rate: 1e-4, clip: 1}\nhead: {taps: [1, 2], mask_token_id: null}\n")
+    recipe = load_recipe(path)
+    assert recipe.optimizer.learning_rate == 1e-4 and recipe.optimizer.clip == 1.0
+    assert recipe.head.taps == (1, 2) and recipe.head.mask_token_id is None
+
+
+def test_a_recipe_survives_its_plain_form():
+    recipe = parse_recipe({"head": {"taps": [1, 2]}, "data": {"files": ["a"], "template": {"x": [1]}}})
+    assert parse_recipe(recipe_dict(recipe)) == recipe
+
+
+def test_unreadable_files_are_named(tmp_path):
+    with pytest.raises(TrainError, match="none.yaml"):
+        load_recipe(tmp_path / "none.yaml")
+    bad = tmp_path / "bad.yaml"
+    bad.write_text("a: [1\n")
+    with pytest.raises(TrainError, match="bad.yaml") as raised:
+        load_recipe(bad)
+    assert "\n" not in str(raised.value)

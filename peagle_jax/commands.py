@@ -1,6 +1,5 @@
 """What the commands share: how a model, its head and K are chosen, and how errors are told."""
 
-
 from __future__ import annotations
 
 import argparse
@@ -151,7 +150,8 @@ def load(
         head = path and str(path)
     if head is None and num_speculative_tokens:
         raise CommandError(
-            f"num_speculative_tokens is {num_speculative_tokens} but there is no head; name one, or leave it out"
+            f"num_speculative_tokens is {num_speculative_tokens} but there is no head; name one, "
+            f"or leave it out"
         )
     chosen = resolve_dtype(dtype)
     target = load_target(model, dtype=chosen, revision=revision, tokenizer=tokenizer)

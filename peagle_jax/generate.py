@@ -279,7 +279,8 @@ def _lines(report: dict[str, Any]) -> list[str]:
     lines = [
         f"{len(report['token_ids'])} tokens ({report['finish_reason']}), "
         f"{report['tokens_per_second']:.1f} tokens/s after the first, "
-        f"which took {report['time_to_first_token'] * 1000:.0f} ms for {report['prompt_tokens']} prompt tokens"
+        f"which took {report['time_to_first_token'] * 1000:.0f} ms "
+        f"for {report['prompt_tokens']} prompt tokens"
     ]
     if k:
         shares = " ".join(f"{share:.2f}" for share in report["acceptance_per_position"])
@@ -290,7 +291,8 @@ def _lines(report: dict[str, Any]) -> list[str]:
         lines.append("plain decoding: no head")
     if "speedup" in report:
         lines.append(
-            f"without the head {report['baseline_tokens_per_second']:.1f} tokens/s: {report['speedup']:.2f} times as fast"
+            f"without the head {report['baseline_tokens_per_second']:.1f} tokens/s: "
+            f"{report['speedup']:.2f} times as fast"
         )
         lines.append(_verdict(report))
     return lines

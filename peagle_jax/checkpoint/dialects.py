@@ -94,6 +94,7 @@ class HeadFacts:
     num_depths: int | None
     norm_before_residual: bool
     norm_before_fc: bool
+    needs_qk_norm: bool
 
 
 def _nested(config: Config, section: str, key: str) -> Any:
@@ -166,6 +167,7 @@ def read_facts(config: Config, place: str) -> HeadFacts:
         num_depths=_num_depths(config, place),
         norm_before_residual=norm_default if norm is None else bool(norm),
         norm_before_fc=bool(config.get("norm_before_fc")),
+        needs_qk_norm=_is_qwen3(config, block, nested is not None),
     )
 
 
@@ -184,6 +186,13 @@ def _check_block_type(config: Config, block: Config, nested: bool, place: str) -
             f"{place}: architecture {names[0]!r} is not a head that is supported; "
             f"expected one of {', '.join(_ARCHITECTURES)}"
         )
+
+
+def _is_qwen3(config: Config, block: Config, nested: bool) -> bool:
+    """speculators picks the block by its model_type, vLLM by the architecture."""
+    if nested:
+        return block.get("model_type") == "qwen3"
+    return any("Qwen3" in name for name in config.get("architectures") or ())
 
 
 def _mask_token(config: Config, place: str) -> int | None:

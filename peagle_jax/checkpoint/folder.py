@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from peagle_jax.checkpoint.errors import CheckpointError
 from peagle_jax.checkpoint.tensors import Shape
 
+_READABLE = {"F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL"}
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt")
 
 
@@ -138,4 +139,9 @@ class SafeTensors:
         return tuple(self._file_of[name].get_slice(name).get_shape())
 
     def read(self, name: str) -> np.ndarray:
+        kind = self._file_of[name].get_slice(name).get_dtype()
+        if kind not in _READABLE:
+            raise CheckpointError(
+                f"{self.place}: tensor {name} is {kind}, a quantised weight; load the unquantised checkpoint"
+            )
         return self._file_of[name].get_tensor(name)

@@ -180,7 +180,7 @@ class HeadLoader:
             extra += QKV_BIASES
         if self.facts.block.get("mlp_bias"):
             extra += MLP_BIASES
-        if self.facts.block.get("model_type") == "qwen3" or set(extra) & set(QK_NORMS):
+        if self.facts.needs_qk_norm or set(extra) & set(QK_NORMS):
             extra += QK_NORMS
         fields = dict.fromkeys((*COMMON_FIELDS, *extra))
         arrays = read_layer(self.reader, name_of, fields, shapes, self.dtype)

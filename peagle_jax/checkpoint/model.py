@@ -33,7 +33,7 @@ class LoadedTarget:
 
 
 def load_target(
-    ref: str | None = None,
+    ref: str | Path | None = None,
     *,
     dtype: DTypeLike = jnp.float32,
     stacked: bool | None = None,
@@ -56,6 +56,7 @@ def load_target(
         stacked = jax.default_backend() != "cpu"
     if ref is None:
         return _load_gguf(embedded.embedded_path(), embedded.NAME, dtype, stacked, tokenizer)
+    ref = str(ref)
     path = Path(ref).expanduser()
     if path.is_file() and path.suffix == ".gguf":
         return _load_gguf(path, path.stem, dtype, stacked, tokenizer)

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from peagle_jax.config import DrafterConfig
 from peagle_jax.layers.attention import cached_attention
 from peagle_jax.layers.block import Attend, BlockParams, run_block
-from peagle_jax.layers.linear import product, vocabulary_product
+from peagle_jax.layers.linear import product, table_rows, vocabulary_product
 from peagle_jax.layers.norm import rms_norm
 from peagle_jax.layers.rope import rope_tables
 
@@ -62,7 +62,7 @@ def run_head(
     """
     eps = cfg.block.rms_norm_eps
     tables = rope_tables(cfg.block.rope, cfg.block.head_dim, positions)
-    e = p.embed[tokens].astype(jnp.float32)
+    e = table_rows(p.embed, tokens)
     normed = rms_norm(g, p.hidden_norm, eps)
     x = jnp.concatenate([rms_norm(e, p.layers[0].attn_norm, eps), normed], axis=-1)
     h = normed if cfg.norm_before_residual else g

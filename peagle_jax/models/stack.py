@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from peagle_jax.config import TargetConfig
 from peagle_jax.layers.attention import cached_attention
 from peagle_jax.layers.block import Attend, BlockParams, run_block
-from peagle_jax.layers.linear import vocabulary_product
+from peagle_jax.layers.linear import table_rows, vocabulary_product
 from peagle_jax.layers.norm import rms_norm
 from peagle_jax.layers.rope import rope_tables
 
@@ -106,11 +106,6 @@ def _run_layers(
     return TargetOutput(h, features, k, v)
 
 
-def embed_tokens(table: Array, tokens: Int[Array, "..."]) -> Float[Array, "... d"]:
-    """Rows of an embedding table as float32."""
-    return table[tokens].astype(jnp.float32)
-
-
 def forward(
     params: TargetParams,
     cfg: TargetConfig,
@@ -132,7 +127,7 @@ def forward(
         return lambda q, k, v: cached_attention(q, k, v, k_cache, v_cache, lengths, own_mask)
 
     tables = rope_tables(cfg.block.rope, cfg.block.head_dim, positions)
-    h = embed_tokens(params.embed, tokens)
+    h = table_rows(params.embed, tokens)
     return _run_layers(params, cfg, h, tables, taps, attend_for, (cache_k, cache_v))
 
 
@@ -147,7 +142,7 @@ def forward_packed(
     """Runs whole sequences without a cache; ``attend`` holds the mask (training, features)."""
     check_taps(cfg, taps)
     tables = rope_tables(cfg.block.rope, cfg.block.head_dim, positions)
-    h = embed_tokens(params.embed, tokens)
+    h = table_rows(params.embed, tokens)
     return _run_layers(params, cfg, h, tables, taps, lambda: attend, None)
 
 

@@ -19,7 +19,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from peagle_jax.serve.detokenize import Delta
-from peagle_jax.serve.engine import Engine, EngineRequest, EngineStopped
+from peagle_jax.serve.engine import Engine, EngineRequest, EngineStoppedError
 from peagle_jax.serve.protocol import (
     APIError,
     ChatRequest,
@@ -108,7 +108,7 @@ async def _deltas(engine: Engine, request: EngineRequest, http: Request) -> Asyn
 
     Raises:
         APIError: the engine failed on it or dropped it.
-        EngineStopped: the engine takes no more.
+        EngineStoppedError: the engine takes no more.
     """
     loop = asyncio.get_running_loop()
     inbox: asyncio.Queue[Delta] = asyncio.Queue()
@@ -161,7 +161,7 @@ async def _events(
             yield _event(shape.chunk("", None) | {"choices": [], "usage": _usage(prompt_tokens, count)})
     except APIError as error:
         yield _event(error.body)
-    except EngineStopped as error:
+    except EngineStoppedError as error:
         yield _event(_unavailable(error).body)
     except Exception:
         log.exception("stream %s failed", shape.id)
@@ -231,7 +231,7 @@ _INTERNAL = APIError("the server failed on this request; its log says why", stat
 _HTTP_MESSAGES = {404: "there is no {method} {path} here", 405: "{path} does not take {method}"}
 
 
-def _unavailable(error: EngineStopped) -> APIError:
+def _unavailable(error: EngineStoppedError) -> APIError:
     return APIError(str(error), status=503, kind="server_error", code="unavailable")
 
 
@@ -245,8 +245,8 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def _api(_: Request, error: APIError) -> JSONResponse:
         return answer(error)
 
-    @app.exception_handler(EngineStopped)
-    async def _stopped(_: Request, error: EngineStopped) -> JSONResponse:
+    @app.exception_handler(EngineStoppedError)
+    async def _stopped(_: Request, error: EngineStoppedError) -> JSONResponse:
         return answer(_unavailable(error))
 
     @app.exception_handler(RequestValidationError)

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 State = Literal["new", "warming", "ready", "failed", "stopped"]
 
 
-class EngineStopped(RuntimeError):
+class EngineStoppedError(RuntimeError):
     """The engine takes no more requests; the message says why."""
 
 
@@ -104,7 +104,7 @@ class Engine:
         """Queues a request. Its last delta has a finish reason, whatever happens.
 
         Raises:
-            EngineStopped: the engine shuts down, or its warm-up failed.
+            EngineStoppedError: the engine shuts down, or its warm-up failed.
         """
         ticket = Ticket(request, deliver)
         with self._lock:
@@ -113,11 +113,11 @@ class Engine:
         return ticket
 
     def check(self) -> None:
-        """Raises EngineStopped if a request could not be submitted now."""
+        """Raises EngineStoppedError if a request could not be submitted now."""
         if self.state == "failed":
-            raise EngineStopped(f"the engine failed to start: {self.failure}")
+            raise EngineStoppedError(f"the engine failed to start: {self.failure}")
         if self.state == "stopped":
-            raise EngineStopped("the server is shutting down")
+            raise EngineStoppedError("the server is shutting down")
 
     def stop(self, finish_within: float = 0.0, abort_within: float = 5.0) -> bool:
         """Refuses new requests, finishes those submitted or aborts them, and ends the thread.

@@ -274,11 +274,8 @@ def validation_error(errors: list[Any]) -> APIError:
     """The first of pydantic's findings (of a body), as one line that names the field."""
     first = errors[0]
     if first["type"] == "json_invalid":
-        place = first["loc"][-1]
-        return APIError(
-            f"the body is not valid JSON: {first.get('ctx', {}).get('error', 'unreadable')} at character {place}",
-            code="invalid_json",
-        )
+        reason, place = first.get("ctx", {}).get("error", "unreadable"), first["loc"][-1]
+        return APIError(f"the body is not valid JSON: {reason} at character {place}", code="invalid_json")
     path = [str(part) for part in first["loc"] if part != "body"]
     context = first.get("ctx") or {}
     if "name" in context:  # a validator of the whole object found the field

@@ -77,7 +77,8 @@ class ServedModel:
         stop_ids = frozenset((*(() if body.ignore_eos else self.eos_token_ids), *(body.stop_token_ids or ())))
         if len(stop_ids) > MAX_STOP_IDS:
             raise APIError(
-                f"stop_token_ids: with the model's own, at most {MAX_STOP_IDS} are possible, found {len(stop_ids)}",
+                f"stop_token_ids: with the model's own, at most {MAX_STOP_IDS} are possible, "
+                f"found {len(stop_ids)}",
                 param="stop_token_ids",
                 code="invalid_value",
             )
@@ -134,8 +135,8 @@ class ServedModel:
             return limit - prompt
         if prompt + wanted > limit:
             raise APIError(
-                f"the prompt has {prompt} tokens and max_tokens is {str(wanted)[:24]}, more than this model's "
-                f"context of {limit}; ask for at most {limit - prompt}",
+                f"the prompt has {prompt} tokens and max_tokens is {str(wanted)[:24]}, more than this "
+                f"model's context of {limit}; ask for at most {limit - prompt}",
                 param="max_tokens",
                 code="context_length_exceeded",
             )

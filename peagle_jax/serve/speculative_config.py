@@ -76,7 +76,8 @@ def _method(values: dict[str, Any]) -> Method | None:
         raise CommandError(f"{_FLAG}: method {name!r} is not supported; expected one of {', '.join(METHODS)}")
     if name in ("peagle", "p_eagle") and parallel is False:
         raise CommandError(
-            f"{_FLAG}: method {name} drafts in parallel, but parallel_drafting is false; leave one of them out"
+            f"{_FLAG}: method {name} drafts in parallel, but parallel_drafting is false; "
+            f"leave one of them out"
         )
     if parallel is not None:
         return "peagle" if parallel else "eagle3"

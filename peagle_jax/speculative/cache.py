@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 
 @struct.dataclass
@@ -57,11 +57,15 @@ def write(
     k: Array | tuple[Array, ...],
     v: Array | tuple[Array, ...],
     starts: Int[Array, " b"],
+    hidden: Float[Array, "b t d"],
 ) -> KVCache:
     """Writes a step's rows (B, T, G, H a layer) from slot ``starts[b]`` on.
 
     The caller keeps ``starts + T <= S``; a cache has room for the longest scratch past its limit.
+    ``hidden`` is the last layer's output: tying the write to it holds it back until every layer has
+    read the cache. Without that XLA may write early, and copies the whole cache to be safe.
     """
+    starts = starts + jnp.isnan(hidden[:, 0, 0])  # adds 0 to every sequence that is not lost anyway
     if isinstance(cache.k, tuple):
         return KVCache(
             tuple(_write(c, r, starts) for c, r in zip(cache.k, k, strict=True)),

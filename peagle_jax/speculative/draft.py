@@ -29,7 +29,7 @@ def _run(
     positions = base[:, None] + jnp.arange(w)
     k_cache, v_cache = cast(tuple, cache.k), cast(tuple, cache.v)
     h, k, v = forward_cached(p, cfg, tokens, g, positions, k_cache, v_cache, base, causal_mask(b, w))
-    return h, write(cache, k, v, base)
+    return h, write(cache, k, v, base, h)
 
 
 def prefill_drafter(

@@ -35,7 +35,7 @@ def _run_target(
     out = stack.forward(
         params, cfg, tokens, positions, cache.k, cache.v, start, causal_mask(b, t), taps
     )
-    return out, write(cache, out.k, out.v, start)
+    return out, write(cache, out.k, out.v, start, out.hidden)
 
 
 def _finish(
@@ -184,7 +184,10 @@ def step(
     if chunk is not None:
         state, output = run_prefill(params, configs, spec, state, chunk)
         outputs.append(jax.tree.map(lambda x: x[None], output))
-    if rounds:
+    if rounds == 1:  # outside a loop the caches are updated in place; a loop would copy them twice
+        state, output = run_round(params, configs, spec, state)
+        outputs.append(jax.tree.map(lambda x: x[None], output))
+    elif rounds:
         state, output = jax.lax.scan(
             lambda state, _: run_round(params, configs, spec, state), state, None, length=rounds
         )

@@ -59,7 +59,7 @@ def schedule(recipe: OptimizerRecipe, steps: int) -> optax.Schedule:
         rest = optax.constant_schedule(peak)
     if not warm:
         return rest
-    return optax.join_schedules([optax.linear_schedule(peak / warm, peak, warm), rest], [warm])
+    return optax.join_schedules([optax.linear_schedule(peak / warm, peak, max(warm - 1, 1)), rest], [warm])
 
 
 def make_optimizer(recipe: OptimizerRecipe, steps: int) -> optax.GradientTransformation:

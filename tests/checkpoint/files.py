@@ -130,7 +130,7 @@ class GGUFOptions:
     drop: tuple[str, ...] = ()
     tokens: list[str] | None = None
     token_types: list[int] | None = None
-    merges: tuple[str, ...] = ()
+    merges: tuple[str, ...] = ("1 2",)
     pre: str = "smollm"
 
 
@@ -141,7 +141,7 @@ def write_gguf(
     options = options or GGUFOptions()
     path.parent.mkdir(parents=True, exist_ok=True)
     arch, block = cfg.family, cfg.block
-    tokens = options.tokens or BYTE_TOKENS[: cfg.vocab_size]
+    tokens = options.tokens or [*BYTE_TOKENS, "12"]
     values: dict[str, Any] = {
         f"{arch}.block_count": cfg.num_layers,
         f"{arch}.context_length": cfg.max_position,

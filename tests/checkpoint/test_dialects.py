@@ -91,6 +91,20 @@ def test_another_familys_model_type_matters_only_where_it_picks_the_block():
 
 
 @pytest.mark.parametrize(
+    ("config", "needed"),
+    [
+        (PLAIN, False),
+        ({**PLAIN, "model_type": "qwen3"}, False),
+        ({**PLAIN, "architectures": ["Eagle3Qwen3ForCausalLM"]}, True),
+        ({**SPECULATORS, "transformer_layer_config": {**BLOCK, "model_type": "qwen3"}}, True),
+    ],
+    ids=["plain", "model_type alone", "by architecture", "by the nested model_type"],
+)
+def test_a_qwen3_block_needs_its_norms(config, needed):
+    assert read_facts(config, "config.json").needs_qk_norm is needed
+
+
+@pytest.mark.parametrize(
     ("keys", "said"),
     [
         ({"fc_norm": True}, "fc_norm is set (EAGLE-3.1)"),

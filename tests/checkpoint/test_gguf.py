@@ -30,7 +30,7 @@ Q = gguf.GGMLQuantizationType
 CONFIG = TargetConfig(
     family="llama",
     block=BlockConfig(32, 96, 4, 2, 64, 1e-5, RopeConfig(theta=50000.0)),
-    vocab_size=256,
+    vocab_size=257,
     num_layers=3,
     max_position=512,
     eos_token_ids=(7,),

@@ -265,7 +265,7 @@ def test_tensors_that_cannot_be_right_are_one_line(tmp_path, case):
         ({"hidden_size": 8}, "expected"),
         ({"attention_bias": True}, "has no tensor layers.0.self_attn.q_proj.bias"),
         ({"norm_before_fc": True}, "norm_before_fc is True but input_norm.weight is missing"),
-        ({"model_type": "qwen3"}, "has no tensor layers.0.self_attn.q_norm.weight"),
+        ({"architectures": ["PeagleQwen3ForCausalLM"]}, "has no tensor layers.0.self_attn.q_norm.weight"),
         ({"peagle_jax": {"taps": [1, 3, 6]}}, "taps [1, 3, 6] are not boundaries of a target of 5 layers"),
         ({"num_aux_hidden_states": 4}, "num_aux_hidden_states is 4 but fc.weight is as wide as 3 taps"),
     ],

@@ -13,14 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from speculators.losses import resolve_loss_config
 from speculators.models.eagle3.data import shift_batch
 from speculators.models.peagle import PEagleDraftModel, PEagleSpeculatorConfig, core
 from transformers import LlamaConfig
 
-from peagle_jax.config import BlockConfig, DrafterConfig, RopeConfig
+from peagle_jax.checkpoint.head import load_head, save_head
+from peagle_jax.config import BlockConfig, DrafterConfig, RopeConfig, TargetConfig
 from peagle_jax.drafter.head import DrafterParams, draft_logits
 from peagle_jax.layers.block import BlockParams
+from peagle_jax.models.stack import TargetParams
 from peagle_jax.train.partition import (
     Batch,
     depth_zero,
@@ -293,3 +296,36 @@ def test_loss_and_gradients_over_segments_equal_speculators(run: Run):
         np.testing.assert_allclose(
             got, want, rtol=1e-3, atol=1e-4 * np.abs(want).max(), err_msg=jax.tree_util.keystr(path)
         )
+
+
+@pytest.mark.parametrize(
+    "case", ["two layers, whole vocabulary", "three layers, four taps", "norm before fc"]
+)
+def test_a_head_saved_by_speculators_loads_and_the_one_we_save_loads_there(case: str, tmp_path):
+    cfg = head_config(**CASES[case])
+    model = reference_model(cfg)
+    chosen = np.sort(np.random.default_rng(2).permutation(VOCAB)[: cfg.draft_vocab_size])
+    if cfg.draft_vocab_size < VOCAB:
+        offsets = torch.tensor(chosen - np.arange(len(chosen)))
+        model.load_vocab_mappings(torch.tensor(np.isin(np.arange(VOCAB), chosen)), offsets)
+    model.save_pretrained(tmp_path / "theirs")
+    target = TargetConfig("llama", cfg.block, VOCAB, 7, 128)
+    other = TargetParams(jnp.zeros((VOCAB, SIZES["hidden_size"])), (), jnp.ones(SIZES["hidden_size"]))
+
+    loaded_cfg, params = load_head(tmp_path / "theirs", target, other)
+    arrays = {name: weight.detach().numpy() for name, weight in model.named_parameters()}
+    expected = named_arrays(model, cfg, arrays)
+    if cfg.draft_vocab_size < VOCAB:
+        expected = expected.replace(draft_to_target=jnp.array(chosen, jnp.int32))
+    assert jax.tree.structure(params) == jax.tree.structure(expected)
+    for got, want in zip(jax.tree.leaves(params), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(got, want)
+    for field in ("taps", "mask_token_id", "draft_vocab_size", "norm_before_fc", "num_layers"):
+        assert getattr(loaded_cfg, field) == getattr(cfg, field)
+    assert loaded_cfg.block == cfg.block
+
+    save_head(tmp_path / "ours", loaded_cfg, params, target=target, dtype=np.float32, share_embed=False)
+    saved = load_file(tmp_path / "ours" / "model.safetensors")
+    missing, unexpected = reference_model(cfg).load_state_dict(saved, strict=False)
+    assert unexpected == []
+    assert {name for name in missing if not name.startswith("verifier_")} == set()

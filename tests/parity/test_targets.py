@@ -141,7 +141,7 @@ def run_ours(target: LoadedTarget, tokens: np.ndarray, chunks: list[int]) -> tup
         out = forward(
             params, cfg, step, positions, cache.k, cache.v, lengths, causal(batch, rows), taps=every
         )
-        cache = write(cache, out.k, out.v, lengths)
+        cache = write(cache, out.k, out.v, lengths, out.hidden)
         logits.append(stack.logits(params, cfg, out.hidden))
         taps.append(out.features.reshape(batch, rows, cfg.num_layers + 1, -1))
         start += rows

@@ -35,6 +35,19 @@ class Server:
         return self.http.post(path, json=body)
 
 
+def user(text: str) -> list[dict[str, str]]:
+    """A conversation of one message."""
+    return [{"role": "user", "content": text}]
+
+
+def chat(server, **changes):
+    return server.openai.chat.completions.create(**({"model": "tiny", "messages": user("hi")} | changes))
+
+
+def complete(server, **changes):
+    return server.openai.completions.create(**({"model": "tiny", "prompt": "hi"} | changes))
+
+
 @contextlib.contextmanager
 def running(
     decoder: Any,

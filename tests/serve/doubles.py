@@ -11,7 +11,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'nobody' %}{{ raise_exception('nobody may not speak') }}{% endif %}"
+    "{% for m in messages %}{% if m.role == 'nobody' %}"
+    "{{ raise_exception('nobody may not speak') }}{% endif %}"
     "<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 )
@@ -91,3 +92,12 @@ class ScriptedDecoder:
         finally:
             self.busy.clear()
             self.closed.append(not done)
+
+
+TOKENIZER = byte_tokenizer()
+END = TOKENIZER.convert_tokens_to_ids(EOS)
+
+
+def says(text: str, **options) -> ScriptedDecoder:
+    """A decoder that answers every prompt with ``text`` and the end token."""
+    return ScriptedDecoder(lambda prompt: [*TOKENIZER.encode(text), END], **options)

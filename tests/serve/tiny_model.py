@@ -8,16 +8,15 @@ from pathlib import Path
 from peagle_jax.checkpoint.head import save_head
 from peagle_jax.config import DrafterConfig
 from tests.checkpoint.files import target_json, target_tensors, write_folder
-from tests.serve.doubles import EOS, byte_tokenizer
+from tests.serve.doubles import END, TOKENIZER, byte_tokenizer
 from tests.tiny import TARGET, head_config, head_params, target_params
 
-TOKENIZER = byte_tokenizer()
 CONFIG = dataclasses.replace(
     TARGET,
     vocab_size=len(TOKENIZER),
     num_layers=2,
     max_position=700,
-    eos_token_ids=(TOKENIZER.convert_tokens_to_ids(EOS),),
+    eos_token_ids=(END,),
 )
 PARAMS = target_params(CONFIG)
 

@@ -162,11 +162,11 @@ def test_logits_of_training_rows_equal_the_inference_pass():
     start = jnp.array([0])
     committed = anchor - 2  # the last three committed slots arrive with the masks, as in a round
     g = fuse(params, cfg, features)
-    _, key, value = forward_cached(
+    h, key, value = forward_cached(
         params, cfg, text[:, 1 : committed + 1], g[:, :committed], jnp.arange(committed)[None],
         cache.k, cache.v, start, causal_mask(1, committed),
     )
-    cache = write(cache, key, value, start)
+    cache = write(cache, key, value, start, h)
     masks = jnp.broadcast_to(params.mask_hidden, (1, k + 2, cfg.feature_size))
     window = jnp.concatenate([features[:, committed : anchor + 1], masks], axis=1)
     ids = jnp.concatenate([text[:, committed + 1 : anchor + 2], jnp.full((1, k + 2), cfg.mask_token_id)], axis=1)

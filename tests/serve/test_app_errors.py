@@ -1,0 +1,265 @@
+"""Every wrong request gets a 400 (or 404, 405, 503, 500) in OpenAI's shape, and the server lives on."""
+
+from __future__ import annotations
+
+import json
+import time  # noqa
+
+import httpx
+import openai
+import pytest
+
+from tests.serve.conftest import CONTEXT, chat, complete, running, user
+from tests.serve.doubles import ScriptedDecoder, byte_tokenizer, says
+
+ANSWER = "an answer"
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running(says(ANSWER)) as server:
+        yield server
+
+
+def refused(response: httpx.Response, status: int = 400) -> dict:
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert "\n" not in error["message"]
+    assert "Traceback" not in response.text
+    return error
+
+
+UNSERVED_CHAT = {
+    "n": 2,
+    "best_of": 3,
+    "presence_penalty": 0.5,
+    "frequency_penalty": -1,
+    "repetition_penalty": 1.1,
+    "logit_bias": {"5": 1},
+    "logprobs": True,
+    "top_logprobs": 2,
+    "tools": [{"type": "function", "function": {"name": "f"}}],
+    "tool_choice": "required",
+    "functions": [{"name": "f"}],
+    "response_format": {"type": "json_object"},
+    "min_tokens": 3,
+    "echo": True,
+    "modalities": ["text", "audio"],
+    "bad_words": ["x"],
+    "structured_outputs": {"regex": "a"},
+    "continue_final_message": True,
+}
+
+
+@pytest.mark.parametrize("field", UNSERVED_CHAT)
+def test_known_fields_that_are_not_served_are_refused_by_name(server, field):
+    error = refused(server.post("/v1/chat/completions", messages=user("hi"), **{field: UNSERVED_CHAT[field]}))
+    assert error["message"].startswith(f"{field} is not supported here")
+    assert (error["param"], error["code"]) == (field, "unsupported_parameter")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("logprobs", 0), ("suffix", "x"), ("echo", True), ("n", True), ("best_of", 2)]
+)
+def test_completions_refuse_their_own(server, field, value):
+    assert refused(server.post("/v1/completions", prompt="hi", **{field: value}))["param"] == field
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"temperature": -1}, "temperature", "greater than or equal to 0, found -1"),
+        ({"temperature": "hot"}, "temperature", "valid number, found 'hot'"),
+        ({"temperature": 1e6}, "temperature", "less than or equal to 100"),
+        ({"top_p": 0}, "top_p", "greater than 0"),
+        ({"top_p": 1.5}, "top_p", "less than or equal to 1"),
+        ({"top_k": -2}, "top_k", "greater than or equal to -1"),
+        ({"top_k": 1.5}, "top_k", "valid integer"),
+        ({"min_p": 2}, "min_p", "less than or equal to 1"),
+        ({"seed": 2**70}, "seed", "less than or equal to"),
+        ({"seed": "x"}, "seed", "valid integer"),
+        ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+        ({"max_tokens": 2.5}, "max_tokens", "valid integer"),
+        ({"stop": ["a", "b", "c", "d", "e"]}, "stop", "at most 4 stop strings, found 5"),
+        ({"stop": [""]}, "stop", "must not be empty"),
+        ({"stop": 5}, "stop", "a string or a list of strings"),
+        ({"stop_token_ids": [10**9]}, "stop_token_ids", "token id 1000000000 is not in the vocabulary"),
+        ({"stop_token_ids": list(range(20))}, "stop_token_ids", "at most 16 are possible, found 21"),
+        ({"stop_token_ids": "a"}, "stop_token_ids", "valid list"),
+        ({"stream": "yes"}, "stream", "valid boolean"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "only allowed with stream: true"),
+        (
+            {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+            None,
+            "continuous_usage_stats",
+        ),
+        ({"messages": []}, "messages", "at least 1 item"),
+        ({"messages": "hi"}, "messages", "valid list"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content", "field required"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "valid string"),
+        ({"messages": [{"role": "", "content": "x"}]}, "messages.0.role", "at least 1 character"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages.0.content",
+            "type 'image_url' are not supported",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content", "parts like"),
+        ({"messages": [{"role": "nobody", "content": "x"}]}, "messages", "nobody may not speak"),
+        (
+            {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": "a"}]}]},
+            "messages.0.tool_calls",
+            "tool_calls is not supported",
+        ),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages.0.content", "valid Unicode"),
+    ],
+)
+def test_wrong_values_are_refused_by_name(server, body, param, words):
+    sent = json.dumps({"messages": user("hi")} | body)
+    response = server.http.post(
+        "/v1/chat/completions", content=sent, headers={"content-type": "application/json"}
+    )
+    error = refused(response)
+    assert words in error["message"]
+    assert error["type"] == "invalid_request_error"
+    if param:
+        assert error["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ("", "the prompt is empty"),
+        ([], "the prompt is empty"),
+        ([[]], "the prompt is empty"),
+        (["a", "b"], "expected one prompt, found 2"),
+        ([[1], [2]], "expected one prompt, found 2"),
+        ([1, "a"], "a string, a list of token ids"),
+        ([1.5], "a string, a list of token ids"),
+        ([True], "a string, a list of token ids"),
+        ({"a": 1}, "a string, a list of token ids"),
+        (None, "a string, a list of token ids"),
+        ([-1], "token id -1 is not in the vocabulary"),
+        ([10**30], "is not in the vocabulary"),
+        ("a\udc80", "expected valid Unicode"),
+    ],
+)
+def test_wrong_prompts_are_refused(server, prompt, words):
+    headers = {"content-type": "application/json"}
+    error = refused(
+        server.http.post("/v1/completions", content=json.dumps({"prompt": prompt}), headers=headers)
+    )
+    assert words in error["message"]
+    assert error["param"] == "prompt"
+
+
+def test_a_prompt_longer_than_the_context_is_refused_with_both_lengths(server):
+    error = refused(server.post("/v1/completions", prompt="x" * 500))
+    assert "500 tokens" in error["message"]
+    assert str(CONTEXT) in error["message"]
+    assert error["code"] == "context_length_exceeded"
+
+
+def test_a_prompt_that_leaves_no_room_is_refused_and_one_less_gives_one_token(server):
+    assert server.post("/v1/completions", prompt="x" * CONTEXT).status_code == 400
+    answer = complete(server, prompt="x" * (CONTEXT - 1), max_tokens=1)
+    assert answer.usage.completion_tokens == 1
+
+
+def test_more_tokens_than_the_context_has_left_are_refused_with_what_is_possible(server):
+    error = refused(server.post("/v1/completions", prompt="x" * 50, max_tokens=CONTEXT))
+    assert f"at most {CONTEXT - 50}" in error["message"]
+    assert refused(server.post("/v1/completions", prompt="x", max_tokens=10**30))["param"] == "max_tokens"
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+@pytest.mark.parametrize("field", ["temperature", "top_p", "max_tokens", "seed", "n", "presence_penalty"])
+def test_numbers_that_are_not_finite_are_refused(server, field, number):
+    response = server.http.post(
+        "/v1/completions",
+        content=f'{{"prompt": "hi", "{field}": {number}}}',
+        headers={"content-type": "application/json"},
+    )
+    assert refused(response)["param"] == field
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"{",
+        b"",
+        b"[]",
+        b"5",
+        b"null",
+        b'"text"',
+        b'{"prompt": "hi"',
+        b"\xff\xfe",
+        b'{"prompt": ' + b"9" * 5000 + b"}",
+        b"[" * 100_000,
+        b'{"prompt": "hi", "temperature": 1' + b"0" * 5000 + b"}",
+    ],
+)
+def test_bodies_that_are_not_a_json_object_are_refused(server, content):
+    headers = {"content-type": "application/json"}
+    refused(server.http.post("/v1/completions", content=content, headers=headers))
+
+
+def test_broken_json_is_called_so(server):
+    response = server.http.post(
+        "/v1/completions", content=b'{"prompt" "hi"}', headers={"content-type": "application/json"}
+    )
+    error = refused(response)
+    assert "not valid JSON" in error["message"]
+    assert error["code"] == "invalid_json"
+
+
+def test_a_body_without_its_content_type_says_which(server):
+    response = server.http.post("/v1/completions", content=b'{"prompt": "hi"}')
+    assert "Content-Type: application/json" in refused(response)["message"]
+
+
+def test_another_model_is_404(server):
+    error = refused(server.post("/v1/completions", prompt="hi", model="gpt-9"), 404)
+    assert (error["param"], error["code"]) == ("model", "model_not_found")
+    with pytest.raises(openai.NotFoundError):
+        chat(server, model="gpt-9")
+
+
+def test_other_routes_and_methods_have_the_shape_too(server):
+    refused(server.http.get("/v1/nothing"), 404)
+    refused(server.http.get("/v1/completions"), 405)
+
+
+def test_a_model_without_a_chat_template_refuses_chat_only(serve):
+    server = serve(says("x"), tokenizer=byte_tokenizer(template=None))
+    assert "chat template" in refused(server.post("/v1/chat/completions", messages=user("hi")))["message"]
+    assert complete(server).choices[0].text == "x"
+
+
+def test_a_failing_engine_is_a_500_in_shape_and_an_event_in_a_stream(serve):
+    server = serve(ScriptedDecoder(lambda p: p * 2, fail=lambda prompt: len(prompt) == 3))
+    error = refused(server.post("/v1/completions", prompt="bad"), 500)
+    assert error["message"] == "RuntimeError: the accelerator is on fire"
+    with pytest.raises(openai.APIError, match="on fire"):
+        list(complete(server, prompt="bad", stream=True))
+    assert complete(server, prompt="good").choices[0].text == "goodgood"
+
+
+def test_a_fault_of_the_server_itself_is_a_500_without_a_traceback(serve, monkeypatch):
+    server = serve(says("x"))
+    monkeypatch.setattr(type(server.engine), "check", lambda self: 1 / 0)
+    refused(server.post("/v1/completions", prompt="x"), 500)
+    monkeypatch.undo()
+    assert complete(server).choices[0].text == "x"
+
+
+def test_a_stopped_engine_is_503(serve):
+    server = serve(says("x"))
+    server.engine.stop()
+    refused(server.post("/v1/completions", prompt="x"), 503)
+    assert server.http.get("/health").status_code == 503
+
+
+def test_the_server_has_lived_through_all_this(server):
+    assert server.engine.state == "ready"
+    assert chat(server).choices[0].message.content == ANSWER

@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerFast
 from peagle_jax.checkpoint.errors import CheckpointError
 from peagle_jax.checkpoint.gguf import GGUFFile
 
+_SPACE = "\u2581"  # how SentencePiece writes a space
 _CONTROL, _USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -40,36 +41,74 @@ def _pre_tokenizer(pre: str, place: str) -> pre_tokenizers.PreTokenizer:
     )
 
 
-def build_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer from the file's metadata.
-
-    Raises:
-        CheckpointError: the file's tokenizer is of another kind, or splits by an unknown rule.
-    """
-    kind = file.require("tokenizer.ggml.model")
-    if kind != "gpt2":
-        raise CheckpointError(
-            f"{file.place}: tokenizer.ggml.model {kind!r} is not supported (expected 'gpt2', a byte-level "
-            "BPE); name the model's own tokenizer folder instead"
-        )
-    tokens: list[str] = file.require("tokenizer.ggml.tokens")
-    types: list[int] = file.get("tokenizer.ggml.token_type", [1] * len(tokens))
+def _byte_level(file: GGUFFile, tokens: list[str]) -> Tokenizer:
+    """tokenizer.ggml.model "gpt2": BPE over bytes, merges in the file."""
     pre: str = file.require("tokenizer.ggml.pre")
-    llama3 = pre in _LLAMA3_NAMES
-    pairs = [tuple(merge.split(" ", 1)) for merge in file.require("tokenizer.ggml.merges")]
     core = Tokenizer(
         models.BPE(
             vocab={token: i for i, token in enumerate(tokens)},
-            merges=pairs,
-            fuse_unk=False,
-            byte_fallback=False,
-            ignore_merges=llama3,
+            merges=[_pair(merge) for merge in file.require("tokenizer.ggml.merges")],
+            ignore_merges=pre in _LLAMA3_NAMES,
         )
     )
     if pre in _QWEN2_NAMES:
         core.normalizer = normalizers.NFC()
     core.pre_tokenizer = _pre_tokenizer(pre, file.place)
     core.decoder = decoders.ByteLevel()
+    return core
+
+
+def _pair(merge: str) -> tuple[str, str]:
+    left, _, right = merge.partition(" ")
+    return left, right
+
+
+def _sentencepiece(file: GGUFFile, tokens: list[str]) -> Tokenizer:
+    """tokenizer.ggml.model "llama": pieces with scores, which say the order of the merges."""
+    scores: list[float] = file.require("tokenizer.ggml.scores")
+    ids = {token: i for i, token in enumerate(tokens)}
+    merges = []
+    for piece, score in zip(tokens, scores, strict=True):
+        for cut in range(1, len(piece)):
+            pair = (piece[:cut], piece[cut:])
+            if pair[0] in ids and pair[1] in ids:
+                merges.append((-score, ids[pair[0]], ids[pair[1]], pair))
+    core = Tokenizer(
+        models.BPE(
+            vocab=ids,
+            merges=[pair for *_, pair in sorted(merges)],
+            unk_token=tokens[file.get("tokenizer.ggml.unknown_token_id", 0)],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    steps: list[normalizers.Normalizer] = [normalizers.Replace(" ", _SPACE)]
+    tail: list[decoders.Decoder] = []
+    if file.get("tokenizer.ggml.add_space_prefix", True):
+        steps.insert(0, normalizers.Prepend(_SPACE))
+        tail = [decoders.Strip(" ", 1, 0)]
+    core.normalizer = normalizers.Sequence(steps)
+    core.decoder = decoders.Sequence(
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *tail]
+    )
+    return core
+
+
+def build_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast:
+    """The tokenizer of the file's metadata.
+
+    Raises:
+        CheckpointError: it is of another kind than BPE, or splits by an unknown rule.
+    """
+    model = file.require("tokenizer.ggml.model")
+    if model not in ("gpt2", "llama"):
+        raise CheckpointError(
+            f"{file.place}: tokenizer.ggml.model {model!r} is not supported (expected 'gpt2' or 'llama'); "
+            "name the model's own tokenizer folder instead"
+        )
+    tokens: list[str] = file.require("tokenizer.ggml.tokens")
+    types: list[int] = file.get("tokenizer.ggml.token_type", [1] * len(tokens))
+    core = (_byte_level if model == "gpt2" else _sentencepiece)(file, tokens)
     core.add_tokens(
         [
             AddedToken(token, special=kind == _CONTROL, normalized=False)
@@ -83,16 +122,14 @@ def build_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast:
         return None if index is None else tokens[index]
 
     bos = token("bos")
-    byte_level = processors.ByteLevel(trim_offsets=False)
-    if bos is not None and file.get("tokenizer.ggml.add_bos_token", llama3):
-        first = processors.TemplateProcessing(
+    # llama.cpp's defaults, for files that do not say.
+    adds_bos = model == "llama" or file.get("tokenizer.ggml.pre") in _LLAMA3_NAMES
+    if bos is not None and file.get("tokenizer.ggml.add_bos_token", adds_bos):
+        core.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A",
             pair=f"{bos} $A {bos} $B",
             special_tokens=[(bos, tokens.index(bos))],
         )
-        core.post_processor = processors.Sequence([byte_level, first])
-    else:
-        core.post_processor = byte_level
     named = {"bos_token": bos, "eos_token": token("eos"), "unk_token": token("unknown")}
     named["pad_token"] = token("padding") or named["eos_token"]
     tokenizer = PreTrainedTokenizerFast(

@@ -131,6 +131,7 @@ class GGUFOptions:
     tokens: list[str] | None = None
     token_types: list[int] | None = None
     merges: tuple[str, ...] = ("1 2",)
+    scores: list[float] | None = None
     pre: str = "smollm"
 
 
@@ -173,6 +174,8 @@ def write_gguf(
     writer.add_token_list(tokens)
     writer.add_token_types(options.token_types or [1] * len(tokens))
     writer.add_token_merges(list(options.merges))
+    if options.scores:
+        writer.add_token_scores(options.scores)
     arrays = target_tensors(params, gguf_name) | dict(options.extra_tensors)
     for name, array in arrays.items():
         if name in options.drop:

@@ -97,11 +97,41 @@ def test_bos_is_added_when_the_file_says_so_and_by_default_for_llama3(tmp_path, 
     assert tokens_of(built, "hello")[-1] == "hello"
 
 
+PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256))]
+PIECES += ["\u2581", "h", "e", "l", "o", "he", "ll", "llo", "hello", "\u2581hello", "lo"]
+PIECE_TYPES = [2, 3, 3] + [6] * 256 + [1] * 11
+PIECE_SCORES = [0.0] * 259 + [-20.0] * 5 + [-3.0, -1.0, -4.0, -5.0, -6.0, -2.0]
+
+
+def sentencepiece(folder, **extra):
+    cfg = dataclasses.replace(CONFIG, vocab_size=len(PIECES), eos_token_ids=(2,))
+    values = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.bos_token_id": 1} | extra
+    options = GGUFOptions(extra=values, tokens=PIECES, token_types=PIECE_TYPES, scores=PIECE_SCORES)
+    params = target_params(cfg)
+    return build_tokenizer(GGUFFile(write_gguf(folder / "m.gguf", cfg, params, options)))
+
+
+def test_sentencepiece_merges_in_the_order_of_the_scores(tmp_path):
+    built = sentencepiece(tmp_path)
+    assert tokens_of(built, "hello") == ["<s>", "\u2581hello"]
+    assert tokens_of(built, "hell</s>") == ["<s>", "\u2581", "he", "ll", "</s>"]
+    # "ll" has the best score, so it joins before "lo" can.
+    assert tokens_of(built, "llo")[1:] == ["\u2581", "llo"]
+    assert tokens_of(built, "hé")[1:] == ["\u2581", "h", "<0xC3>", "<0xA9>"]
+
+
+@pytest.mark.parametrize("text", ["hello hello", "  hé\n日本 🤖", "tab\tand 12"])
+@pytest.mark.parametrize("prefix", [True, False])
+def test_sentencepiece_gives_the_text_back(tmp_path, text, prefix):
+    built = sentencepiece(tmp_path, **{"tokenizer.ggml.add_space_prefix": prefix})
+    assert built.decode(built(text)["input_ids"], skip_special_tokens=True) == text
+
+
 @pytest.mark.parametrize(
     ("extra", "said"),
     [
         ({"ggml.pre": "tekken"}, "tokenizer.ggml.pre 'tekken' is not supported"),
-        ({"ggml.model": "llama"}, "tokenizer.ggml.model 'llama' is not supported"),
+        ({"ggml.model": "rwkv"}, "tokenizer.ggml.model 'rwkv' is not supported"),
     ],
 )
 def test_another_kind_of_tokenizer_is_one_line(tmp_path, extra, said):

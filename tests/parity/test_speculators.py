@@ -55,7 +55,7 @@ ROPE = {
 CASES = {
     "one layer": {"num_layers": 1},
     "two layers, whole vocabulary": {"num_layers": 2, "draft_vocab_size": VOCAB},
-    "three layers, four taps": {"num_layers": 3, "taps": (1, 2, 4, 6)},
+    "three layers, four taps": {"num_layers": 3, "taps": (2, 3, 4, 6)},
     "residual after the norm": {"num_layers": 2, "norm_before_residual": True},
     "norm before fc": {"num_layers": 2, "norm_before_fc": True},
 }

@@ -1,10 +1,27 @@
 import io
 
+import jax
 import pytest
 from rich.console import Console
 
 from peagle_jax.train import prepare, setup
 from tests.train import tiny_run
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory):
+    """Lets runs of equal shape share their compiled programs."""
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
 
 
 @pytest.fixture
@@ -13,7 +30,7 @@ def console():
 
 
 @pytest.fixture
-def tiny_target(monkeypatch):
+def tiny_target(monkeypatch, compiled):
     """The tiny target in place of every load_target."""
     loaded = tiny_run.target()
     for module in (prepare, setup):
@@ -21,9 +38,15 @@ def tiny_target(monkeypatch):
     return loaded
 
 
+@pytest.fixture(scope="session")
+def conversations():
+    """Sixty conversations whose answers the tiny target wrote."""
+    return tiny_run.written_by_target(tiny_run.conversations(60), tiny_run.target())
+
+
 @pytest.fixture
-def prepared(tiny_target, tmp_path, console):
+def prepared(tiny_target, conversations, tmp_path, console):
     """A folder with data and computed features of the tiny target."""
-    tiny_run.write_data(tmp_path / "data.jsonl", tiny_run.conversations(60))
+    tiny_run.write_data(tmp_path / "data.jsonl", conversations)
     prepare.compute_features(tiny_run.recipe(tmp_path), console)
     return tmp_path

@@ -1,6 +1,7 @@
 import json
 import shutil
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -27,10 +28,14 @@ def plain_features(params, tokens, taps):
         p /= p.sum(-1, keepdims=True)
         return jnp.einsum("bnts,bsnh->btnh", p, v).reshape(*q.shape[:2], -1)
 
-    tokens = jnp.asarray(tokens)[None]
-    positions = jnp.arange(tokens.shape[1])[None]
-    out = stack.forward_packed(params, TARGET, tokens, positions, attend, taps)
-    return out.features[0], stack.final_hidden(params, TARGET, out.hidden)[0]
+    @jax.jit
+    def run(tokens):
+        positions = jnp.arange(tokens.shape[1])[None]
+        out = stack.forward_packed(params, TARGET, tokens, positions, attend, taps)
+        return out.features[0], stack.final_hidden(params, TARGET, out.hidden)[0]
+
+    padded = np.pad(tokens, (0, 32 - len(tokens)))[None]  # what follows does not matter
+    return [np.asarray(x)[: len(tokens)] for x in run(padded)]
 
 
 def test_stored_rows_equal_each_document_run_alone(prepared, tiny_target):
@@ -41,13 +46,13 @@ def test_stored_rows_equal_each_document_run_alone(prepared, tiny_target):
         for segment in range(row["segment_ids"].max() + 1):
             where = row["segment_ids"] == segment
             found = plain_features(tiny_target.params, row["tokens"][where], (1, 3, 4, 5))
-            np.testing.assert_allclose(row["features"][where], found[0], rtol=2e-5, atol=2e-5)
-            np.testing.assert_allclose(row["hidden"][where], found[1], rtol=2e-5, atol=2e-5)
+            np.testing.assert_allclose(row["features"][where], found[0], rtol=1e-4, atol=1e-4)
+            np.testing.assert_allclose(row["hidden"][where], found[1], rtol=1e-4, atol=1e-4)
             compared += 1
     assert compared > 3
 
 
-def test_every_document_is_in_one_split(prepared, tiny_target):
+def test_every_document_is_in_one_split(prepared, tiny_target, conversations):
     rows = {
         split: np.concatenate([features.read_shard(prepared / "features", n, "float32")["tokens"] for n in names])
         for split, names in (
@@ -55,7 +60,7 @@ def test_every_document_is_in_one_split(prepared, tiny_target):
         )
     }
     encoder = ConversationEncoder(tiny_target.tokenizer)
-    documents = list(encode_records(tiny_run.conversations(60), encoder, Summary()))
+    documents = list(encode_records(conversations, encoder, Summary()))
     text = {s: [",".join(map(str, r)) for r in found.tolist()] for s, found in rows.items()}
     homes = [
         [s for s in features.SPLITS if any(",".join(map(str, d.tokens.tolist())) in row for row in text[s])]
@@ -157,6 +162,8 @@ def test_blocks_of_queries_do_not_change_attention():
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(2, 12, heads, 6)), jnp.float32) for heads in (4, 2, 2))
     ids = jnp.asarray([[0] * 5 + [1] * 7, [0] * 9 + [-1] * 3])
-    whole = features.packed_attention(ids, jnp.float32, 12)(q, k, v)
-    parts = features.packed_attention(ids, jnp.float32, 4)(q, k, v)
+    whole, parts = (
+        jax.jit(lambda *qkv, size=size: features.packed_attention(ids, jnp.float32, size)(*qkv))(q, k, v)
+        for size in (12, 4)
+    )
     np.testing.assert_allclose(whole, parts, atol=1e-6)

@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from peagle_jax.checkpoint.model import LoadedTarget
+from peagle_jax.layers.attention import packed_attention
+from peagle_jax.models import stack
 from peagle_jax.train.recipe import Recipe, parse_recipe
+from peagle_jax.train.tokens import ConversationEncoder
 from tests.tiny import TARGET, VOCAB, target_params
 
 CHATML = (
@@ -57,6 +62,46 @@ def conversations(count: int, seed: int = 0, turns: int = 1) -> list[dict]:
             ],
         }
         for i in range(count)
+    ]
+
+
+def written_by_target(records: list[dict], loaded: LoadedTarget, seed: int = 0) -> list[dict]:
+    """The records (one turn each) with answers of the same lengths, sampled from the target's words."""
+    encoder = ConversationEncoder(loaded.tokenizer)
+    prompts = [encoder.prompt_ids(r["messages"][:1]) for r in records]
+    counts = [len(r["messages"][1]["content"].split()) for r in records]
+    rows, width = len(records), max(len(p) + c for p, c in zip(prompts, counts, strict=True))
+    tokens = np.zeros((rows, width), np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    ends = np.array([len(p) for p in prompts])
+    positions = jnp.broadcast_to(jnp.arange(width), (rows, width))
+    one_document = jnp.zeros((rows, width), jnp.int32)
+
+    @jax.jit
+    def sample(tokens, ends, key):
+        def attend(q, k, v):
+            return packed_attention(q, k, v, one_document)
+
+        out = stack.forward_packed(loaded.params, TARGET, tokens, positions, attend)
+        last = jnp.take_along_axis(out.hidden, (ends - 1)[:, None, None], 1)[:, 0]
+        return jax.random.categorical(key, stack.logits(loaded.params, TARGET, last)[:, :47])
+
+    for step in range(max(counts)):
+        found = np.asarray(sample(tokens, ends, jax.random.key(seed + step)))
+        for i in range(rows):
+            if step < counts[i]:
+                tokens[i, ends[i]] = found[i]
+                ends[i] += 1
+    return [
+        {
+            **r,
+            "messages": [
+                r["messages"][0],
+                {"role": "assistant", "content": " ".join(f"w{t}" for t in row[len(p) : len(p) + c])},
+            ],
+        }
+        for r, row, p, c in zip(records, tokens, prompts, counts, strict=True)
     ]
 
 

@@ -1,0 +1,34 @@
+"""What a result was measured on. Standard library and installed package metadata only."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+
+def describe_machine(packages: tuple[str, ...]) -> dict[str, object]:
+    """Processor, cores, system, versions, commit and command line, for the head of a result file."""
+    processor = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        processor = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+        flags = next(line for line in lines if line.startswith("flags")).split()
+        processor += " with amx_bf16" if "amx_bf16" in flags else ""
+    except (OSError, StopIteration):
+        pass
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    return {
+        "processor": processor,
+        "cores": os.cpu_count(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "packages": {name: importlib.metadata.version(name) for name in packages},
+        "commit": commit,
+        "command": " ".join(["python", *sys.argv]),
+    }

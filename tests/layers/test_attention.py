@@ -1,0 +1,65 @@
+"""Two-part cached attention and packed attention against one dense softmax."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from peagle_jax.layers.attention import cached_attention, causal_mask, packed_attention
+
+B, T, S, N, G, H = 2, 3, 7, 6, 2, 4
+
+
+def random(*shape, seed=0):
+    return jnp.array(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def dense(q, k, v, mask):
+    """q (B, T, N, H), k and v (B, S, G, H), mask (B, T, S)."""
+    k, v = (np.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
+    scores = np.einsum("btnh,bsnh->bnts", q, k) / np.sqrt(q.shape[-1])
+    scores = np.where(mask[:, None], scores, -np.inf)
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    return np.einsum("bnts,bsnh->btnh", p, v).reshape(*q.shape[:2], -1)
+
+
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+def test_cached_attention_is_one_softmax_over_committed_slots_and_own_rows(shape):
+    q, k_new, v_new = random(B, T, N, H), random(B, T, G, H, seed=1), random(B, T, G, H, seed=2)
+    k_cache, v_cache = random(B, G, S, H, seed=3), random(B, G, S, H, seed=4)
+    lengths = jnp.array([5, 0])
+    own = causal_mask(B, T)
+    if shape == "tree":  # two siblings after the root do not see each other
+        own = own.at[:, 2, 1].set(False)
+    got = cached_attention(q, k_new, v_new, k_cache, v_cache, lengths, own)
+    keys = np.concatenate([k_cache.transpose(0, 2, 1, 3), k_new], axis=1)
+    values = np.concatenate([v_cache.transpose(0, 2, 1, 3), v_new], axis=1)
+    committed = np.broadcast_to((np.arange(S) < np.array(lengths)[:, None])[:, None], (B, T, S))
+    want = dense(np.array(q), keys, values, np.concatenate([committed, own], axis=2))
+    np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{"block": 4}, {"block": 4, "unrolled": 1}, {"block": 64}])
+def test_documents_of_a_packed_row_stand_apart(options):
+    n = 10
+    q, k, v = random(B, n, N, H), random(B, n, G, H, seed=1), random(B, n, G, H, seed=2)
+    ids = jnp.array([[0] * 4 + [1] * 5 + [-1], [2] * 10])
+    got = packed_attention(q, k, v, ids, **options)
+    mask = (np.array(ids)[:, :, None] == np.array(ids)[:, None]) & np.tril(np.ones((n, n), bool))
+    np.testing.assert_allclose(got, dense(np.array(q), k, v, mask), atol=1e-5)
+
+
+def test_blockwise_rows_have_the_gradients_of_whole_rows():
+    n = 9
+    ids = jnp.zeros((B, n), int)
+    q, k, v = random(B, n, N, H), random(B, n, G, H, seed=1), random(B, n, G, H, seed=2)
+
+    def loss(options):
+        return lambda *qkv: jnp.sum(jnp.sin(packed_attention(*qkv, ids, **options)))
+
+    whole, parts = (
+        jax.jit(jax.grad(loss(o), argnums=(0, 1, 2)))(q, k, v) for o in ({"block": 64}, {"block": 4, "unrolled": 1})
+    )
+    for a, b in zip(whole, parts, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)

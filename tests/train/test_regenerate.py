@@ -1,0 +1,138 @@
+import json
+
+import numpy as np
+import pytest
+
+from peagle_jax.speculative.decoder import Decoder
+from peagle_jax.speculative.sampling import SamplingParams
+from peagle_jax.train.recipe import TrainError
+from peagle_jax.train.regenerate import Options, finished_ids, groups_by_length, regenerate, start_conversation
+from peagle_jax.train.tokens import ConversationEncoder, Summary, encode_records, read_records
+from tests.train import tiny_run
+
+
+@pytest.fixture
+def model(compiled):
+    return tiny_run.target()
+
+
+def options(folder, **changes):
+    values = {
+        "prompts": (str(folder / "prompts.jsonl"),),
+        "out": str(folder / "out.jsonl"),
+        "batch": 3,
+        "max_tokens": 9,
+        "max_model_len": 64,
+    }
+    return Options(**(values | changes))
+
+
+def prompts(folder, count=7, turns=1):
+    records = tiny_run.conversations(count, seed=4, turns=turns)
+    for record in records:
+        del record["finish"]
+        if turns == 1:
+            record["prompt"] = record.pop("messages")[0]["content"]
+            record["license"] = "MIT"
+    tiny_run.write_data(folder / "prompts.jsonl", records)
+    return records
+
+
+def alone(model, messages, sampling, max_tokens):
+    """The same answer from a decoder of one request."""
+    encoder = ConversationEncoder(model.tokenizer, model.config.eos_token_ids)
+    decoder = Decoder(model.config, model.params, max_model_len=64)
+    found = []
+    for result in decoder.generate(encoder.prompt_ids(messages), sampling, max_tokens, encoder.stop_ids):
+        found += result.tokens
+    return found
+
+
+def test_answers_are_what_the_target_writes(tmp_path, model, console):
+    records = prompts(tmp_path)
+    assert regenerate(options(tmp_path), console, model) == 7
+    written = {r["id"]: r for r in read_records([tmp_path / "out.jsonl"])}
+    assert set(written) == {r["id"] for r in records}
+    for number, record in enumerate(records[:4]):
+        line = written[record["id"]]
+        assert line["license"] == "MIT" and line["target"] == "tiny" and "prompt" not in line
+        assert line["temperature"] == (0.0, 0.7)[number % 2]
+        question, reply = line["messages"]
+        assert question == {"role": "user", "content": record["prompt"]}
+        expected = alone(model, [question], SamplingParams(line["temperature"], seed=number), 9)
+        stopped = expected[-1] == tiny_run.END
+        assert line["finish"] == ("stop" if stopped else "length")
+        assert reply["content"] == model.tokenizer.decode(expected[:-1] if stopped else expected)
+
+
+def test_every_question_of_a_conversation_is_answered_in_turn(tmp_path, model, console):
+    records = prompts(tmp_path, 5, turns=2)
+    regenerate(options(tmp_path, temperatures=(0.0,), max_tokens=4), console, model)
+    for line in read_records([tmp_path / "out.jsonl"]):
+        source = next(r for r in records if r["id"] == line["id"])
+        users = [m for m in line["messages"] if m["role"] == "user"]
+        answers = [m for m in line["messages"] if m["role"] == "assistant"]
+        asked = [m for m in source["messages"] if m["role"] == "user"]
+        assert users == asked[: len(users)] and len(answers) == len(users)
+        assert len(users) == 2 or line["finish"] == "length"
+
+
+def test_a_stopped_run_goes_on_and_cuts_a_torn_line(tmp_path, model, console):
+    prompts(tmp_path)
+    regenerate(options(tmp_path), console, model)
+    whole = (tmp_path / "out.jsonl").read_text()
+    lines = whole.splitlines(keepends=True)
+    (tmp_path / "out.jsonl").write_text("".join(lines[:4]) + lines[4][:20])
+    assert regenerate(options(tmp_path), console, model) == 3
+    again = (tmp_path / "out.jsonl").read_text()
+    assert sorted(again.splitlines()) == sorted(whole.splitlines())
+    assert regenerate(options(tmp_path), console, model) == 0
+
+
+def test_answers_feed_training(tmp_path, model, console):
+    prompts(tmp_path)
+    regenerate(options(tmp_path), console, model)
+    summary = Summary()
+    encoder = ConversationEncoder(model.tokenizer)
+    documents = list(encode_records(read_records([tmp_path / "out.jsonl"]), encoder, summary))
+    assert len(documents) == 7 and summary.supervised > 7
+
+
+def test_a_prompt_without_room_is_left_out_and_counted(tmp_path, model, console):
+    long = {"id": "long", "prompt": " ".join(["w1"] * 80)}
+    tiny_run.write_data(tmp_path / "prompts.jsonl", [long, {"id": "short", "prompt": "w2"}])
+    assert regenerate(options(tmp_path), console, model) == 1
+    assert "1 prompts left no room for an answer" in console.file.getvalue()
+
+
+def test_answers_of_another_target_are_not_mixed(tmp_path):
+    (tmp_path / "out.jsonl").write_text(json.dumps({"id": 1, "target": "other", "messages": []}) + "\n")
+    with pytest.raises(TrainError, match="holds answers of other, not of tiny; choose another --out"):
+        finished_ids(tmp_path / "out.jsonl", "tiny")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"out": "x.jsonl.gz"}, "--out is a .jsonl file"),
+        ({"batch": 0}, "must be positive, found 0 and 9"),
+        ({"temperatures": (-0.1,)}, r"numbers from 0 up, found \[-0.1\]"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(tmp_path, console, change, message):
+    with pytest.raises(TrainError, match=message):
+        regenerate(options(tmp_path, **change), console)
+
+
+def test_records_without_a_question_are_named():
+    with pytest.raises(TrainError, match="record 5 has neither a prompt nor messages"):
+        start_conversation({"id": 5}, 0)
+    with pytest.raises(TrainError, match="record 5 has no user message"):
+        start_conversation({"id": 5, "messages": [{"role": "system", "content": "x"}]}, 0)
+
+
+def test_groups_hold_prompts_of_like_length():
+    made = [start_conversation({"id": i, "prompt": "x" * n}, i) for i, n in enumerate([5, 90, 7, 95, 6, 99])]
+    groups = groups_by_length(made, 3)
+    assert sorted(sorted(c.number for c in g) for g in groups) == [[0, 2, 4], [1, 3, 5]]
+    assert np.ptp([len(c.turns[0]["content"]) for c in groups[0]]) < 10

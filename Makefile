@@ -32,7 +32,7 @@ define venv
 	fi
 endef
 
-.PHONY: help setup serve test lint types parity ci clean
+.PHONY: help setup serve test lint format types parity ci clean
 .DEFAULT_GOAL := help
 
 help:
@@ -40,6 +40,7 @@ help:
 	@echo "make test     set up, then lint, type check and run every test that needs no torch"
 	@echo "make parity   compare with torch implementations (transformers, speculators)"
 	@echo "make setup    only set up $(VENV)"
+	@echo "make format   put the code into the form that make test asks for"
 	@echo "make ci       what continuous integration runs: test, then parity"
 	@echo "make clean    remove the environments and caches"
 
@@ -75,6 +76,10 @@ lint: $(VENV)/.test
 	@echo "==> ruff"
 	@$(RUN) -m ruff check .
 	@$(RUN) -m ruff format --check .
+
+format: $(VENV)/.test
+	@$(RUN) -m ruff check --fix .
+	@$(RUN) -m ruff format .
 
 types: $(VENV)/.test
 	@echo "==> types"

@@ -99,7 +99,13 @@ def main() -> int:
     add("--limit", type=int, help="take the first N prompts of each set")
     add("--max-tokens", type=int, default=128)
     add("--head", action="append", help="a head's folder; repeat for more (default: the shipped head)")
-    add("--num-speculative-tokens", type=int, action="append", metavar="K", help="repeat for more (default: 5)")
+    add(
+        "--num-speculative-tokens",
+        type=int,
+        action="append",
+        metavar="K",
+        help="repeat for more (default: 5)",
+    )
     add("--dtype", default="auto", choices=commands.DTYPES)
     add("--max-model-len", type=int, default=1024)
     add("--out", type=Path, help="write the JSON here too")

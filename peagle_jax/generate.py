@@ -220,7 +220,11 @@ def _print_text(text: str) -> None:
 def _sampling(args: argparse.Namespace) -> SamplingParams:
     try:
         return SamplingParams(
-            temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p, seed=args.seed
+            temperature=args.temperature,
+            top_k=min(args.top_k, 2**31 - 1),
+            top_p=args.top_p,
+            min_p=args.min_p,
+            seed=args.seed,
         )
     except ValueError as error:
         raise CommandError(str(error)) from error

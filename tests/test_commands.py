@@ -40,6 +40,7 @@ def loads(monkeypatch):
 def test_the_embedded_model_has_its_own_head_at_its_trained_depth(loads):
     loaded = commands.load(None, None, None)
     assert [entry[:2] for entry in loads] == [("target", None), ("head", "parallel")]
+    assert loaded.head is not None
     assert (loaded.num_speculative_tokens, loaded.head.config.method) == (3, "peagle")
     assert loaded.spec().num_speculative_tokens == 3
 

@@ -22,14 +22,16 @@ from tests.tiny import head_params
 
 HEAD = tiny_head()
 TARGET = LoadedTarget(CONFIG, PARAMS, TOKENIZER, "tiny", {}, "memory")
-LOADED = Loaded(TARGET, Head(HEAD, head_params(HEAD), "a-head"), 3, jnp.dtype(jnp.float32))
+HEAD_PARAMS = head_params(HEAD)
+TABLE = jnp.asarray(PARAMS.lm_head)
+LOADED = Loaded(TARGET, Head(HEAD, HEAD_PARAMS, "a-head"), 3, jnp.dtype(jnp.float32))
 
 
 @pytest.fixture
 def tiny(monkeypatch):
     """Loads tiny models in place of files."""
     monkeypatch.setattr(commands, "load_target", lambda ref, **_: TARGET)
-    monkeypatch.setattr(commands, "load_head", lambda *_, **__: (HEAD, LOADED.head.params))
+    monkeypatch.setattr(commands, "load_head", lambda *_, **__: (HEAD, HEAD_PARAMS))
 
 
 @pytest.fixture
@@ -169,8 +171,8 @@ def test_a_difference_is_told_with_the_targets_margin():
 
 
 def test_a_margin_below_the_bound_is_a_tie():
-    table = PARAMS.lm_head.at[9].set(PARAMS.lm_head[7] * (1 + 1e-7))
-    target = dataclasses.replace(TARGET, params=PARAMS.replace(lm_head=table))
+    table = TABLE.at[9].set(TABLE[7] * (1 + 1e-7))
+    target = dataclasses.replace(TARGET, params=dataclasses.replace(PARAMS, lm_head=table))
     tied = dataclasses.replace(LOADED, target=target)
     report = compare(tied, [5, 6], SamplingParams(), result([7]), result([9]))
     assert report["first_difference"]["tie"] is True

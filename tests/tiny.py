@@ -21,7 +21,9 @@ TARGET = TargetConfig(
 )
 
 
-def head_config(method: str = "peagle", num_layers: int = 2, draft_vocab: int = 31, **changes) -> DrafterConfig:
+def head_config(
+    method: str = "peagle", num_layers: int = 2, draft_vocab: int = 31, **changes
+) -> DrafterConfig:
     values = dict(
         method=method,
         block=BlockConfig(10, 14, 6, 3, 4, 1e-5, RopeConfig(theta=500.0)),

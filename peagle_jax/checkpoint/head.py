@@ -108,7 +108,9 @@ def save_head(
     config = head_config(cfg, params, target, np.dtype(dtype), metadata or {})
 
     def write(into: Path) -> None:
-        save_file(tensors, into / "model.safetensors", metadata={"format": "pt"})
+        path = into / "model.safetensors"
+        save_file(tensors, path, metadata={"format": "pt"})
+        path.chmod(0o644)  # safetensors writes for its owner only
         (into / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
     replace_folder(folder, write)

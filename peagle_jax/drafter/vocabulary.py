@@ -23,7 +23,9 @@ def choose_draft_ids(counts: np.ndarray, size: int, required: Collection[int]) -
         raise VocabularyError(f"a draft vocabulary has 1..{len(counts)} tokens, found {size}")
     needed = sorted(set(required))
     if needed and not 0 <= needed[0] <= needed[-1] < len(counts):
-        raise VocabularyError(f"required token ids lie in 0..{len(counts) - 1}, found {needed[0]} and {needed[-1]}")
+        raise VocabularyError(
+            f"required token ids lie in 0..{len(counts) - 1}, found {needed[0]} and {needed[-1]}"
+        )
     if len(needed) > size:
         raise VocabularyError(f"a draft vocabulary of {size} cannot hold the {len(needed)} required tokens")
     rest = np.argsort(-counts, kind="stable")
@@ -67,7 +69,8 @@ def check_mask_token(token: int, counts: np.ndarray, reserved: Collection[int]) 
         raise VocabularyError(f"mask token id {token} is outside the vocabulary of {len(counts)}")
     if token in reserved:
         raise VocabularyError(
-            f"mask token id {token} is an eos, bos or pad token or a marker of the chat template; choose a free id"
+            f"mask token id {token} is an eos, bos or pad token or a marker of the chat template; "
+            "choose a free id"
         )
     if counts[token]:
         raise VocabularyError(

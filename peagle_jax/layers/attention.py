@@ -85,7 +85,9 @@ def packed_attention(
     def rows(q: Array, ids: Array, index: Array, end: int) -> Array:
         t = q.shape[1]
         seen = (jnp.arange(end) <= index[:, None]) & (segment_ids[:, None, :end] == ids[..., None])
-        scores = jnp.einsum("bgth,bgsh->bgts", grouped(q, g), k[:, :, :end], preferred_element_type=jnp.float32)
+        scores = jnp.einsum(
+            "bgth,bgsh->bgts", grouped(q, g), k[:, :, :end], preferred_element_type=jnp.float32
+        )
         scores = jnp.where(seen[:, None, None], scores.reshape(b, g, -1, t, end), NEGATIVE)
         p = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True)))
         total = p.sum(-1).reshape(b, g, -1, 1)

@@ -47,6 +47,10 @@ def replicate(
 
     split, shared = PartitionSpec(AXIS), PartitionSpec()
     mapped = jax.shard_map(
-        one_replica, mesh=replica_sharding(devices).mesh, in_specs=(shared, split, split), out_specs=split, check_vma=False
+        one_replica,
+        mesh=replica_sharding(devices).mesh,
+        in_specs=(shared, split, split),
+        out_specs=split,
+        check_vma=False,
     )
     return jax.jit(mapped, donate_argnums=(1,))

@@ -18,7 +18,7 @@ from peagle_jax import commands
 from peagle_jax.commands import CommandError
 from peagle_jax.serve.app import create_app, version
 from peagle_jax.serve.engine import Engine
-from peagle_jax.serve.serving import SamplingDefaults, ServedModel
+from peagle_jax.serve.serving import SamplingDefaults, ServedModel, unserved_defaults
 from peagle_jax.serve.speculative_config import SpeculativeOptions, parse_speculative_config
 
 FINISH_WITHIN = 25
@@ -92,11 +92,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     max_model_len = commands.context_limit(loaded.target, args.max_model_len)
     defaults = SamplingDefaults.from_generation_config(loaded.target.generation)
+    not_applied = unserved_defaults(loaded.target.generation)
     names = args.served_model_name or [model or loaded.target.name]
     print(f"peagle_jax {version()}", flush=True)
     lines = [
         *commands.describe(loaded, max_model_len),
         ("sampling", f"{defaults.describe()} unless a request says otherwise"),
+        *([("not applied", f"the generation config's {', '.join(not_applied)}")] if not_applied else []),
         ("served as", ", ".join(names)),
         ("loaded in", f"{time.perf_counter() - began:.1f} s; compiling now"),
     ]

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal
-
-FinishReason = Literal["stop", "length", "abort", "error"]
+from typing import Any
 
 REPLACEMENT = "\ufffd"
 """What a decoder shows for bytes that are not (or not yet) a character."""
@@ -88,12 +86,14 @@ def _overlap(text: str, stop: str) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Delta:
-    """A step of an answer. ``finish_reason`` is None but in the last; ``error`` says why when it is
-    "error". ``token_ids`` holds the stop token, ``text`` does not."""
+    """A step of an answer. ``token_ids`` holds the stop token, ``text`` does not.
+
+    ``finish_reason`` is None but in the last: "stop", "length", "abort", or "error" with its ``error``.
+    """
 
     text: str = ""
     token_ids: tuple[int, ...] = ()
-    finish_reason: FinishReason | None = None
+    finish_reason: str | None = None
     error: str | None = None
 
 
@@ -108,11 +108,10 @@ class Answer:
         self._detokenizer = Detokenizer(tokenizer)
         self._stop = StopStrings(stop)
 
-    def add(self, tokens: Sequence[int], finish_reason: Literal["stop", "length"] | None = None) -> Delta:
+    def add(self, tokens: Sequence[int], finish_reason: str | None = None) -> Delta:
         """Takes a round. With finish_reason "stop" the last token is a stop token: counted, not shown."""
         text: list[str] = []
-        finish: FinishReason | None = finish_reason
-        used = 0
+        finish, used = finish_reason, 0
         for used, token in enumerate(tokens, start=1):
             if finish_reason == "stop" and used == len(tokens):
                 break

@@ -32,7 +32,19 @@ class SamplingDefaults:
         return cls(**{name: values[name] for name in names if values.get(name) is not None})
 
     def describe(self) -> str:
+        """For the start-up report."""
         return ", ".join(f"{name} {value}" for name, value in dataclasses.asdict(self).items())
+
+
+def unserved_defaults(values: dict[str, Any]) -> list[str]:
+    """Settings of a generation config that change the answer and are not applied here yet."""
+    neutral = {
+        "repetition_penalty": 1,
+        "no_repeat_ngram_size": 0,
+        "typical_p": 1,
+        "encoder_repetition_penalty": 1,
+    }
+    return [f"{name} {values[name]}" for name, off in neutral.items() if values.get(name) not in (None, off)]
 
 
 @dataclasses.dataclass

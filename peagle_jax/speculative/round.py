@@ -32,9 +32,7 @@ def _run_target(
 ) -> tuple[TargetOutput, KVCache]:
     b, t = tokens.shape
     positions = start[:, None] + jnp.arange(t)
-    out = stack.forward(
-        params, cfg, tokens, positions, cache.k, cache.v, start, causal_mask(b, t), taps
-    )
+    out = stack.forward(params, cfg, tokens, positions, cache.k, cache.v, start, causal_mask(b, t), taps)
     return out, write(cache, out.k, out.v, start, out.hidden)
 
 
@@ -66,7 +64,8 @@ def run_round(
     (target, head), (target_cfg, cfg), k = params, configs, spec.num_speculative_tokens
     tokens, drafter_cache = state.last_token[:, None], state.drafter_cache
     if k:
-        assert head is not None and cfg is not None
+        assert head is not None
+        assert cfg is not None
         draft = draft_parallel if cfg.method == "peagle" else draft_sequential
         drafts, drafter_cache = draft(head, cfg, state, k)
         tokens = jnp.concatenate([tokens, drafts], axis=1)
@@ -133,7 +132,8 @@ def run_prefill(
     final = chunk.final & (chunk.count > 0)
     drafter_cache, pending = state.drafter_cache, state.pending
     if speculating:
-        assert head is not None and cfg is not None
+        assert head is not None
+        assert cfg is not None
         drafter_cache = prefill_drafter(
             head, cfg, cast(KVCache, drafter_cache), chunk.following, out.features, state.length
         )

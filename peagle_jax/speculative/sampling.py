@@ -128,9 +128,7 @@ def filter_logits(logits: Float[Array, "b t v"], state: SamplingState) -> Float[
     floor = scaled.max(-1, keepdims=True) + jnp.log(state.min_p)[:, None, None]
     scaled = jnp.where(scaled >= floor, scaled, NEGATIVE)
     ranked = jnp.any(state.top_k > 0) | jnp.any(state.top_p < 1)
-    return jax.lax.cond(
-        ranked, lambda x: _ranked_filters(x, state.top_k, state.top_p), lambda x: x, scaled
-    )
+    return jax.lax.cond(ranked, lambda x: _ranked_filters(x, state.top_k, state.top_p), lambda x: x, scaled)
 
 
 def choose_tokens(

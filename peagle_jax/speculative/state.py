@@ -86,9 +86,7 @@ def empty_state(
     """A state of B idle sequences whose caches hold ``slots`` slots."""
     batch = limit.shape[0]
     t = target.block
-    target_cache = create_cache(
-        target.num_layers, batch, t.num_kv_heads, slots, t.head_dim, dtype, stacked
-    )
+    target_cache = create_cache(target.num_layers, batch, t.num_kv_heads, slots, t.head_dim, dtype, stacked)
     drafter_cache = pending = None
     if drafter is not None:
         d, width = drafter.block, num_speculative_tokens + 1

@@ -1,9 +1,9 @@
 """Trains a head, or prepares what training needs.
 
-    python -m peagle_jax.train --config RECIPE             train, or go on with a stopped run
-    python -m peagle_jax.train features --config RECIPE    compute the target's features
-    python -m peagle_jax.train show-mask --config RECIPE   print what the loss will see
-    python -m peagle_jax.train regenerate --prompts FILE --out FILE.jsonl
+python -m peagle_jax.train --config RECIPE             train, or go on with a stopped run
+python -m peagle_jax.train features --config RECIPE    compute the target's features
+python -m peagle_jax.train show-mask --config RECIPE   print what the loss will see
+python -m peagle_jax.train regenerate --prompts FILE --out FILE.jsonl
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ def parser(command: str) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     if command == "regenerate":
-        made.add_argument("--prompts", nargs="+", required=True, help=".jsonl or .jsonl.gz with prompt or messages")
+        made.add_argument(
+            "--prompts", nargs="+", required=True, help=".jsonl or .jsonl.gz with prompt or messages"
+        )
         made.add_argument("--out", required=True, help="the .jsonl to write, or to go on with")
         made.add_argument("--model", help="default: the embedded model")
         made.add_argument("--tokenizer")
@@ -39,7 +41,9 @@ def parser(command: str) -> argparse.ArgumentParser:
         made.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7], help="taken in turn")
         made.add_argument("--seed", type=int, default=0)
         made.add_argument("--limit", type=int, default=0, help="only the first records")
-        made.add_argument("--template", type=json.loads, default={}, help="JSON: arguments of the chat template")
+        made.add_argument(
+            "--template", type=json.loads, default={}, help="JSON: arguments of the chat template"
+        )
         return made
     made.add_argument("--config", required=True, help="the recipe, a YAML file")
     if command == "features":

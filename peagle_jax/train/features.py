@@ -142,7 +142,8 @@ def open_folder(folder: Path, identity: Identity, plan: dict[str, list[int]]) ->
             if found.get(key) != value:
                 shown = "" if key in ("data", "weights", "shards") else f" {found.get(key)}, not {value}"
                 raise TrainError(
-                    f"{folder} holds features of other {key}{shown}; choose another features.folder or delete it"
+                    f"{folder} holds features of other {key}{shown}; choose another features.folder "
+                    "or delete it"
                 )
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -155,7 +156,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         return json.loads((folder / "manifest.json").read_text())
     except FileNotFoundError:
         raise TrainError(
-            f"{folder} holds no features; compute them with `python -m peagle_jax.train features --config ...`"
+            f"{folder} holds no features; compute them with "
+            "`python -m peagle_jax.train features --config ...`"
         ) from None
     except json.JSONDecodeError as error:
         raise TrainError(f"{folder}/manifest.json is not readable: {error.msg}; delete the folder") from error
@@ -201,14 +203,20 @@ def read_shard(folder: Path, name: str, dtype: str) -> dict[str, np.ndarray]:
     """A shard's arrays, memory-mapped. Raises TrainError: the shard is missing or cut."""
     where = folder / name
     if not where.is_dir():
-        raise TrainError(f"{folder} lacks the shard {name}; run `python -m peagle_jax.train features` to finish it")
+        raise TrainError(
+            f"{folder} lacks the shard {name}; run `python -m peagle_jax.train features` to finish it"
+        )
     out = {}
     for key in ARRAYS:
         try:
             array = np.load(where / f"{key}.npy", mmap_mode="r")
         except (OSError, ValueError) as error:
-            raise TrainError(f"{where}/{key}.npy is not readable; delete {where} and compute it again") from error
-        out[key] = array.view(ml_dtypes.bfloat16) if array.dtype == np.uint16 and dtype == "bfloat16" else array
+            raise TrainError(
+                f"{where}/{key}.npy is not readable; delete {where} and compute it again"
+            ) from error
+        out[key] = (
+            array.view(ml_dtypes.bfloat16) if array.dtype == np.uint16 and dtype == "bfloat16" else array
+        )
     return out
 
 
@@ -220,7 +228,9 @@ def verify_shard(folder: Path, name: str) -> None:
         for key in ARRAYS:
             stored = np.load(where / f"{key}.npy", mmap_mode="r")
             if zlib.crc32(np.ascontiguousarray(stored).view(np.uint8)) != record[key]["crc32"]:
-                raise TrainError(f"{where}/{key}.npy has a wrong checksum; delete {where} and compute it again")
+                raise TrainError(
+                    f"{where}/{key}.npy has a wrong checksum; delete {where} and compute it again"
+                )
     except (OSError, ValueError, KeyError) as error:
         if isinstance(error, TrainError):
             raise
@@ -257,7 +267,9 @@ def compute_shard(
     arrays["features"] = np.concatenate([f for f, _ in parts])
     arrays["hidden"] = np.concatenate([h for _, h in parts])
     if not all(np.isfinite(arrays[key].astype(np.float32)).all() for key in ("features", "hidden")):
-        raise TrainError("the target produced a value that is not finite; its weights or dtype cannot be used")
+        raise TrainError(
+            "the target produced a value that is not finite; its weights or dtype cannot be used"
+        )
     return arrays
 
 

@@ -39,7 +39,10 @@ def total_steps(recipe: Recipe, rows: int) -> int:
 
 def ratios(total: Any, count: Any) -> list[float | None]:
     """total / count by depth; None where nothing was counted."""
-    return [float(t) / float(c) if c > 0 else None for t, c in zip(np.asarray(total), np.asarray(count), strict=True)]
+    return [
+        float(t) / float(c) if c > 0 else None
+        for t, c in zip(np.asarray(total), np.asarray(count), strict=True)
+    ]
 
 
 def acceptance_lengths(accuracy: list[float | None]) -> list[float]:
@@ -178,7 +181,9 @@ def check_finite(report: StepReport, state: TrainState, step: int) -> None:
     )
 
 
-def validate(setup: Setup, evaluate: Callable[..., Metrics], params: Any, frozen: Any, micro: int) -> dict[str, Any]:
+def validate(
+    setup: Setup, evaluate: Callable[..., Metrics], params: Any, frozen: Any, micro: int
+) -> dict[str, Any]:
     """Loss, accuracy by depth and estimated acceptance lengths on held-out rows."""
     assert setup.heldout is not None
     run = setup.recipe.run

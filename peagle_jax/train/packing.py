@@ -60,7 +60,10 @@ def pack(documents: Sequence[Document], row_length: int, seed: int = 0) -> Packe
 
     shape = (len(rows), row_length)
     out = PackedRows(
-        np.zeros(shape, np.int32), np.full(shape, -1, np.int32), np.zeros(shape, np.int32), np.zeros(shape, np.uint8)
+        np.zeros(shape, np.int32),
+        np.full(shape, -1, np.int32),
+        np.zeros(shape, np.int32),
+        np.zeros(shape, np.uint8),
     )
     for r, members in enumerate(rows):
         at = 0

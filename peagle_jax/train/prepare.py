@@ -81,9 +81,7 @@ def compute_features(recipe: Recipe, console: Console, dry_run: bool = False) ->
         f"{rows['train']} training and {rows['heldout']} held-out rows of {store.row_length} tokens, "
         f"{filled:.1%} filled; taps {list(identity.taps)}"
     )
-    console.print(
-        f"{store.folder} will hold {total * per_token / 1e9:.2f} GB ({per_token} bytes a token)"
-    )
+    console.print(f"{store.folder} will hold {total * per_token / 1e9:.2f} GB ({per_token} bytes a token)")
     if dry_run:
         return Path(store.folder)
     with progress_bar(console, "tokens") as bar:

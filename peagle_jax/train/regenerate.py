@@ -96,7 +96,9 @@ def finished_ids(path: Path, target: str) -> set[str]:
     ids = set()
     for record in read_records([path]):
         if record.get("target") != target:
-            raise TrainError(f"{path} holds answers of {record.get('target')}, not of {target}; choose another --out")
+            raise TrainError(
+                f"{path} holds answers of {record.get('target')}, not of {target}; choose another --out"
+            )
         ids.add(record_id(record))
     return ids
 
@@ -139,7 +141,9 @@ def answer(
             written += len(ids)
             if ids and ids[-1] in encoder.stop_ids:
                 ids = ids[:-1]
-            text = encoder.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            text = encoder.tokenizer.decode(
+                ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
             c.messages.append({"role": "assistant", "content": text})
 
 
@@ -173,7 +177,9 @@ def check(options: Options) -> None:
     if not options.out.endswith(".jsonl"):
         raise TrainError(f"--out is a .jsonl file, so that a stopped run can go on; found {options.out}")
     if options.batch < 1 or options.max_tokens < 1:
-        raise TrainError(f"--batch and --max-tokens must be positive, found {options.batch} and {options.max_tokens}")
+        raise TrainError(
+            f"--batch and --max-tokens must be positive, found {options.batch} and {options.max_tokens}"
+        )
     if not options.temperatures or min(options.temperatures) < 0:
         raise TrainError(f"--temperatures are numbers from 0 up, found {list(options.temperatures)}")
 
@@ -209,5 +215,7 @@ def regenerate(options: Options, console: Console, model: LoadedTarget | None = 
             tokens += written
             elapsed = bar.tasks[task].elapsed or 1.0
             bar.update(task, advance=len(group), note=f"{tokens / elapsed:,.0f} tokens/s")
-    console.print(f"{added} records, {tokens} answer tokens; {len(waiting) - added} prompts left no room for an answer")
+    console.print(
+        f"{added} records, {tokens} answer tokens; {len(waiting) - added} prompts left no room for an answer"
+    )
     return added

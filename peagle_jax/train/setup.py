@@ -69,7 +69,9 @@ def template_ids(tokenizer: Any) -> tuple[set[int], set[int]]:
     return meaning, special
 
 
-def make_objective(recipe: Recipe, cfg: DrafterConfig, row_length: int) -> tuple[Objective, CodOptions | None]:
+def make_objective(
+    recipe: Recipe, cfg: DrafterConfig, row_length: int
+) -> tuple[Objective, CodOptions | None]:
     """The recipe's loss, and the options of its rollouts (None for EAGLE-3)."""
     if recipe.method == "eagle3":
         weights = recipe.loss.depth_weights or tuple(
@@ -135,9 +137,7 @@ def _check_store(recipe: Recipe, target: LoadedTarget, manifest: dict[str, Any])
         )
 
 
-def _feature_statistics(
-    rows: dict[str, np.ndarray], cfg: DrafterConfig
-) -> tuple[np.ndarray, list[float]]:
+def _feature_statistics(rows: dict[str, np.ndarray], cfg: DrafterConfig) -> tuple[np.ndarray, list[float]]:
     """Mean feature (C,) over real positions, and the root mean square of each tap."""
     real = rows["features"][rows["segment_ids"] >= 0].astype(np.float32)
     scales = np.sqrt((real**2).reshape(len(real), len(cfg.taps), -1).mean((0, 2)))
@@ -162,9 +162,7 @@ def _initial_params(
 ) -> DrafterParams:
     if recipe.init.source == "target":
         noise = recipe.init.embedding_noise
-        return warm_start.from_target(
-            cfg, target.config, target.params, draft_ids, mean, noise, recipe.seed
-        )
+        return warm_start.from_target(cfg, target.config, target.params, draft_ids, mean, noise, recipe.seed)
     if recipe.init.source == "random":
         return warm_start.at_random(cfg, target.params, draft_ids, recipe.seed)
     found, params = load_head(str(recipe.init.head), target.config, target.params, dtype=jnp.float32)
@@ -180,7 +178,9 @@ def _initial_params(
         )
     ids = None if params.draft_to_target is None else np.asarray(params.draft_to_target)
     if (ids is None) != (draft_ids is None) or (ids is not None and not np.array_equal(ids, draft_ids)):
-        raise TrainError(f"init.head {recipe.init.head} has another draft vocabulary than this recipe's data give")
+        raise TrainError(
+            f"init.head {recipe.init.head} has another draft vocabulary than this recipe's data give"
+        )
     params = params.replace(embed=None, draft_to_target=None)
     return jax.tree.map(lambda w: w.astype(jnp.float32), params)
 
@@ -247,7 +247,8 @@ def build(recipe: Recipe) -> Setup:
     ]
     if max(scales) > SCALE_WARNING * min(scales) and not cfg.norm_before_fc:
         notes.append(
-            "warning: the taps' scales differ more than a hundredfold; head.norm_before_fc: true may train better"
+            "warning: the taps' scales differ more than a hundredfold; "
+            "head.norm_before_fc: true may train better"
         )
     identity = {
         "method": recipe.method,

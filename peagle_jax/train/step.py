@@ -131,7 +131,9 @@ def make_step(
     return jax.jit(step, donate_argnums=0)
 
 
-def make_evaluation(objective: Objective, dtype: jnp.dtype) -> Callable[[DrafterParams, Frozen, Batch], Metrics]:
+def make_evaluation(
+    objective: Objective, dtype: jnp.dtype
+) -> Callable[[DrafterParams, Frozen, Batch], Metrics]:
     """The jitted sums per depth of one batch (without the micro-batch axis)."""
 
     def evaluate(params: DrafterParams, frozen: Frozen, batch: Batch) -> Metrics:

@@ -70,7 +70,9 @@ def read_records(paths: Iterable[str | Path], limit: int = 0) -> Iterator[dict[s
                 except json.JSONDecodeError as error:
                     raise TrainError(f"{path} line {number} is not JSON: {error.msg}") from error
                 if not isinstance(record, dict):
-                    raise TrainError(f"{path} line {number} holds {type(record).__name__}, expected an object")
+                    raise TrainError(
+                        f"{path} line {number} holds {type(record).__name__}, expected an object"
+                    )
                 seen += 1
                 yield record
 

@@ -59,7 +59,8 @@ def test_blockwise_rows_have_the_gradients_of_whole_rows():
         return lambda *qkv: jnp.sum(jnp.sin(packed_attention(*qkv, ids, **options)))
 
     whole, parts = (
-        jax.jit(jax.grad(loss(o), argnums=(0, 1, 2)))(q, k, v) for o in ({"block": 64}, {"block": 4, "unrolled": 1})
+        jax.jit(jax.grad(loss(o), argnums=(0, 1, 2)))(q, k, v)
+        for o in ({"block": 64}, {"block": 4, "unrolled": 1})
     )
     for a, b in zip(whole, parts, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)

@@ -44,7 +44,11 @@ def test_llama3_keeps_short_wavelengths_and_stretches_long_ones():
     np.testing.assert_allclose(scaled[short], base[short])
     np.testing.assert_allclose(scaled[long] * 8, base[long], rtol=1e-6)
     between = ~short & ~long
-    assert between.any() and (scaled[between] < base[between]).all() and (scaled[between] > base[between] / 8).all()
+    assert (
+        between.any()
+        and (scaled[between] < base[between]).all()
+        and (scaled[between] > base[between] / 8).all()
+    )
 
 
 def test_yarn_scales_cos_and_sin_by_its_concentration():

@@ -25,11 +25,13 @@ def run(params, taps):
 
 def test_scanned_and_unrolled_layers_are_the_same_model():
     unrolled, scanned = run(PARAMS, (3, 0, 5)), run(stack.stack_layers(PARAMS), (3, 0, 5))
-    np.testing.assert_allclose(unrolled.hidden, scanned.hidden, atol=1e-5)
-    np.testing.assert_allclose(unrolled.features, scanned.features, atol=1e-5)
-    np.testing.assert_allclose(jnp.stack(unrolled.k), scanned.k, atol=1e-5)
+    np.testing.assert_allclose(unrolled.hidden, scanned.hidden, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(unrolled.features, scanned.features, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(jnp.stack(unrolled.k), scanned.k, rtol=1e-4, atol=1e-4)
     again = stack.unstack_layers(stack.stack_layers(PARAMS))
-    assert all(jnp.array_equal(a, b) for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(PARAMS), strict=True))
+    assert all(
+        jnp.array_equal(a, b) for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(PARAMS), strict=True)
+    )
 
 
 def test_whole_sequences_without_a_cache_give_the_same_states():
@@ -38,8 +40,8 @@ def test_whole_sequences_without_a_cache_give_the_same_states():
         PARAMS, TARGET, TOKENS, POSITIONS, lambda q, k, v: packed_attention(q, k, v, ids), (1, 4)
     )
     cached = run(PARAMS, (1, 4))
-    np.testing.assert_allclose(packed.hidden, cached.hidden, atol=1e-5)
-    np.testing.assert_allclose(packed.features, cached.features, atol=1e-5)
+    np.testing.assert_allclose(packed.hidden, cached.hidden, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(packed.features, cached.features, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("form", [lambda p: p, stack.stack_layers], ids=["unrolled", "scanned"])

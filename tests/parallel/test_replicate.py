@@ -28,7 +28,9 @@ def tokens_of(backend: str) -> list[list[int]]:
     run = replicate(partial(step, configs=(TARGET, CONFIG), spec=SPEC, rounds=1), devices, backend)
     alone = Decoder(TARGET, *PARAMS[:1], CONFIG, PARAMS[1], SPEC, max_model_len=64, prefill_chunk=8)
     pairs = [(alone._fresh_state([r], 80), alone._chunk([r], 0)) for r in REQUESTS]
-    states, chunks = (jax.tree.map(lambda *x: np.concatenate(x), *trees) for trees in zip(*pairs, strict=True))
+    states, chunks = (
+        jax.tree.map(lambda *x: np.concatenate(x), *trees) for trees in zip(*pairs, strict=True)
+    )
     state, chunk = jax.device_put((states, chunks), replica_sharding(devices))
     out: list[list[int]] = [[], []]
     for _ in range(4):

@@ -61,7 +61,7 @@ def running(
 ) -> Iterator[Server]:
     tokenizer = tokenizer or byte_tokenizer()
     engine = Engine(decoder, copy.deepcopy(tokenizer), k)
-    eos = tokenizer.convert_tokens_to_ids(EOS)
+    eos = tokenizer.get_vocab()[EOS]
     vocab_size = vocab_size or len(tokenizer)
     model = ServedModel(
         ["tiny", "alias"], tokenizer, max_model_len, vocab_size, (eos,), defaults or SamplingDefaults()
@@ -75,7 +75,7 @@ def running(
     while not server.started and time.monotonic() < deadline:
         time.sleep(0.01)
     assert server.started, "the server did not start"
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while wait and engine.state == "warming" and time.monotonic() < deadline:
         time.sleep(0.01)
     handle = Server(f"http://127.0.0.1:{sock.getsockname()[1]}", engine, decoder, tokenizer)

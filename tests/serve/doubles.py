@@ -95,9 +95,13 @@ class ScriptedDecoder:
 
 
 TOKENIZER = byte_tokenizer()
-END = TOKENIZER.convert_tokens_to_ids(EOS)
+END = TOKENIZER.get_vocab()[EOS]
 
 
 def says(text: str, **options) -> ScriptedDecoder:
     """A decoder that answers every prompt with ``text`` and the end token."""
     return ScriptedDecoder(lambda prompt: [*TOKENIZER.encode(text), END], **options)
+
+
+def void(value: object) -> None:
+    """Drops a value, for a lambda that must return None."""

@@ -37,7 +37,7 @@ def refused(argv: list[str], capsys) -> str:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--tensor-paralel-size", "2"], "unrecognized arguments: --tensor-paralel-size 2; see"),
+        (["--tensor-paralel-size=2"], "unrecognized arguments: --tensor-paralel-size=2; see"),
         (["--max-model", "9"], "unrecognized arguments"),  # abbreviations are not guessed
         (["--port", "x"], "invalid int value: 'x'"),
         (["--dtype", "fp8"], "invalid choice: 'fp8'"),
@@ -93,7 +93,7 @@ class Process:
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
-        for line in self.process.stdout:
+        for line in self.process.stdout or ():
             self._arrived.put(line)
         self._arrived.put(None)
 

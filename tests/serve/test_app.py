@@ -9,7 +9,7 @@ import time
 import httpx
 import pytest
 
-from peagle_jax.serve.serving import SamplingDefaults
+from peagle_jax.serve.serving import SamplingDefaults, unserved_defaults
 from tests.serve.conftest import CONTEXT, chat, complete, running, user
 from tests.serve.doubles import END, TOKENIZER, says
 
@@ -130,6 +130,11 @@ def test_absent_parameters_take_the_models_defaults(serve):
     assert first.seed != second.seed
 
 
+def test_settings_of_the_model_that_are_not_applied_are_named():
+    values = {"repetition_penalty": 1.1, "typical_p": 1.0, "no_repeat_ngram_size": None, "top_k": 9}
+    assert unserved_defaults(values) == ["repetition_penalty 1.1"]
+
+
 def test_neutral_values_of_unserved_fields_are_accepted(server):
     chat(
         server,
@@ -230,7 +235,7 @@ def test_models_health_and_version(server):
 
 def test_health_is_503_until_the_engine_is_warm(serve):
     gate = threading.Event()
-    server = serve(says("x", warm_up=lambda: gate.wait(10) and None), wait=False)
+    server = serve(says("x", warm_up=lambda: void(gate.wait(60))), wait=False)
     response = server.http.get("/health")
     assert (response.status_code, response.json()) == (503, {"status": "warming"})
     gate.set()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time  # noqa
 
 import httpx
 import openai

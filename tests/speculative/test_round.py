@@ -103,8 +103,15 @@ def test_caches_grow_without_changing_the_output(monkeypatch):
 
 def test_batch_mates_rounds_and_late_reading_do_not_change_a_sequence(plain):
     d = Decoder(
-        TARGET, PARAMS, head_config(), head_params(head_config()), SpecConfig(3, "peagle", rounds=2),
-        max_model_len=CONTEXT, prefill_chunk=8, batch=4, lookahead=1,
+        TARGET,
+        PARAMS,
+        head_config(),
+        head_params(head_config()),
+        SpecConfig(3, "peagle", rounds=2),
+        max_model_len=CONTEXT,
+        prefill_chunk=8,
+        batch=4,
+        lookahead=1,
     )
     requests = [Request(p, SAMPLINGS[i % 3], 20) for i, p in enumerate(PROMPTS[:3])]
     out = [[], [], []]
@@ -146,9 +153,14 @@ def test_logits_of_training_rows_equal_the_inference_pass():
     text = jnp.array(rng.integers(0, VOCAB, (1, n)))
     zeros = jnp.zeros((1, n), jnp.int32)
     batch = Batch(
-        tokens=text, segment_ids=zeros, positions=jnp.arange(n)[None], loss_flags=zeros + 1,
-        features=features, target_hidden=jnp.zeros((1, n, 12)),
-        anchors=jnp.full((1, 1, 1), anchor), lengths=jnp.full((1, 1, 1), k - 1),
+        tokens=text,
+        segment_ids=zeros,
+        positions=jnp.arange(n)[None],
+        loss_flags=zeros + 1,
+        features=features,
+        target_hidden=jnp.zeros((1, n, 12)),
+        anchors=jnp.full((1, 1, 1), anchor),
+        lengths=jnp.full((1, 1, 1), k - 1),
     )
     hidden0, context = depth_zero(params, cfg, batch)
     rows = rollout_hidden(params, cfg, batch, context, batch.anchors[0], batch.lengths[0], (1,) * (k - 1))
@@ -163,17 +175,33 @@ def test_logits_of_training_rows_equal_the_inference_pass():
     committed = anchor - 2  # the last three committed slots arrive with the masks, as in a round
     g = fuse(params, cfg, features)
     h, key, value = forward_cached(
-        params, cfg, text[:, 1 : committed + 1], g[:, :committed], jnp.arange(committed)[None],
-        cache.k, cache.v, start, causal_mask(1, committed),
+        params,
+        cfg,
+        text[:, 1 : committed + 1],
+        g[:, :committed],
+        jnp.arange(committed)[None],
+        cache.k,
+        cache.v,
+        start,
+        causal_mask(1, committed),
     )
     cache = write(cache, key, value, start, h)
     masks = jnp.broadcast_to(params.mask_hidden, (1, k + 2, cfg.feature_size))
     window = jnp.concatenate([features[:, committed : anchor + 1], masks], axis=1)
-    ids = jnp.concatenate([text[:, committed + 1 : anchor + 2], jnp.full((1, k + 2), cfg.mask_token_id)], axis=1)
+    ids = jnp.concatenate(
+        [text[:, committed + 1 : anchor + 2], jnp.full((1, k + 2), cfg.mask_token_id)], axis=1
+    )
     width = window.shape[1]
     h, _, _ = forward_cached(
-        params, cfg, ids, fuse(params, cfg, window), committed + jnp.arange(width)[None],
-        cache.k, cache.v, jnp.array([committed]), causal_mask(1, width),
+        params,
+        cfg,
+        ids,
+        fuse(params, cfg, window),
+        committed + jnp.arange(width)[None],
+        cache.k,
+        cache.v,
+        jnp.array([committed]),
+        causal_mask(1, width),
     )
     drafted = draft_logits(params, cfg, h[:, 2 : 2 + k])[0]
     np.testing.assert_allclose(trained, drafted, atol=2e-5)

@@ -73,7 +73,11 @@ def test_noise_belongs_to_the_token_id_so_that_any_shard_can_draw_its_own():
 
 
 def test_greedy_and_sampled_rows_of_one_batch_do_not_touch_each_other():
-    params = [SamplingParams(), SamplingParams(temperature=1.0, seed=4), SamplingParams(temperature=0.7, top_k=2)]
+    params = [
+        SamplingParams(),
+        SamplingParams(temperature=1.0, seed=4),
+        SamplingParams(temperature=0.7, top_k=2),
+    ]
     logits = jax.random.normal(jax.random.key(0), (3, 6, V)) * 3
     positions = jnp.arange(18).reshape(3, 6)
     together = choose_tokens(logits, positions, sampling_state(params))
@@ -84,7 +88,9 @@ def test_greedy_and_sampled_rows_of_one_batch_do_not_touch_each_other():
 
 
 def test_no_noise_is_drawn_when_every_row_is_greedy():
-    program = jax.make_jaxpr(choose_tokens)(jnp.zeros((1, 2, V)), jnp.zeros((1, 2), int), sampling_state([SamplingParams()]))
+    program = jax.make_jaxpr(choose_tokens)(
+        jnp.zeros((1, 2, V)), jnp.zeros((1, 2), int), sampling_state([SamplingParams()])
+    )
     conditionals = [e for e in program.jaxpr.eqns if e.primitive.name == "cond"]
     assert len(conditionals) == 1
     greedy, sampled = (str(b) for b in conditionals[0].params["branches"])

@@ -24,7 +24,9 @@ def row(n=97, documents=(40, 31, 17), prompt=7, seed=0):
 
 
 def elements(anchors, lengths):
-    return {(int(a), d) for a, m in zip(anchors.ravel(), lengths.ravel(), strict=True) for d in range(1, m + 1)}
+    return {
+        (int(a), d) for a, m in zip(anchors.ravel(), lengths.ravel(), strict=True) for d in range(1, m + 1)
+    }
 
 
 def test_supervised_positions_predict_two_ahead_within_a_document():

@@ -54,7 +54,9 @@ def test_stored_rows_equal_each_document_run_alone(prepared, tiny_target):
 
 def test_every_document_is_in_one_split(prepared, tiny_target, conversations):
     rows = {
-        split: np.concatenate([features.read_shard(prepared / "features", n, "float32")["tokens"] for n in names])
+        split: np.concatenate(
+            [features.read_shard(prepared / "features", n, "float32")["tokens"] for n in names]
+        )
         for split, names in (
             (s, sorted(p.name for p in (prepared / "features").glob(f"{s}-*"))) for s in features.SPLITS
         )
@@ -100,7 +102,9 @@ def test_a_folder_of_other_features_is_refused(prepared, console, section, chang
 
 def test_a_folder_of_another_target_is_refused(prepared, console, tiny_target):
     tiny_target.params = tiny_run.target(seed=5).params
-    with pytest.raises(TrainError, match="features of other weights; choose another features.folder or delete"):
+    with pytest.raises(
+        TrainError, match="features of other weights; choose another features.folder or delete"
+    ):
         prepare.compute_features(tiny_run.recipe(prepared), console)
 
 
@@ -109,7 +113,9 @@ def test_the_size_is_said_before_and_is_right(prepared, console):
     said = float(console.file.getvalue().split("will hold ")[1].split(" GB")[0])
     folder = prepared / "features"
     stored = sum(
-        json.loads(p.read_text())[key]["bytes"] for p in folder.glob("*/shard.json") for key in features.ARRAYS
+        json.loads(p.read_text())[key]["bytes"]
+        for p in folder.glob("*/shard.json")
+        for key in features.ARRAYS
     )
     assert said == round(stored / 1e9, 2)
     manifest = features.read_manifest(folder)

@@ -100,7 +100,9 @@ def test_a_longer_schedule_may_go_on(prepared, console):
     assert sorted(losses(prepared)) == [1, 2, 3]
 
 
-def test_a_loss_that_is_not_finite_stops_with_the_step_and_keeps_the_last_checkpoint(prepared, console, monkeypatch):
+def test_a_loss_that_is_not_finite_stops_with_the_step_and_keeps_the_last_checkpoint(
+    prepared, console, monkeypatch
+):
     original = loop.training_batches
 
     def poisoned(*args):
@@ -112,7 +114,9 @@ def test_a_loss_that_is_not_finite_stops_with_the_step_and_keeps_the_last_checkp
     monkeypatch.setattr(loop, "training_batches", poisoned)
     with pytest.raises(TrainError, match=r"step 6: loss nan is not finite, first in the gradient of \.fc"):
         train(tiny_run.recipe(prepared), console)
-    assert sorted(int(p.name) for p in (prepared / "out" / "checkpoints").iterdir() if p.name.isdigit()) == [4]
+    assert sorted(int(p.name) for p in (prepared / "out" / "checkpoints").iterdir() if p.name.isdigit()) == [
+        4
+    ]
     assert max(losses(prepared)) == 5
 
 
@@ -133,7 +137,9 @@ def test_a_saved_head_can_be_trained_on(prepared, console):
     more = [json.loads(x) for x in (prepared / "more" / "metrics.jsonl").read_text().splitlines()]
     assert more[0]["loss"] < losses(prepared)[1]
     with pytest.raises(TrainError, match="differs from the recipe in num_layers: 2, not 1"):
-        train(tiny_run.recipe(prepared, output=str(prepared / "x"), init=init, head={"num_layers": 1}), console)
+        train(
+            tiny_run.recipe(prepared, output=str(prepared / "x"), init=init, head={"num_layers": 1}), console
+        )
 
 
 def test_a_frozen_output_table_stays_the_targets(prepared, tiny_target, console):
@@ -159,7 +165,9 @@ def test_a_target_that_does_not_match_its_stored_states_is_refused(prepared, con
 
 
 def test_depths_that_the_sampling_never_reaches_are_refused(prepared, console):
-    with pytest.raises(TrainError, match="keeps no row past depth 2 in rows of 32 tokens, but head.num_depths is 4"):
+    with pytest.raises(
+        TrainError, match="keeps no row past depth 2 in rows of 32 tokens, but head.num_depths is 4"
+    ):
         train(tiny_run.recipe(prepared, cod={"ratio": 0.3}), console)
 
 

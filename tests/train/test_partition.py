@@ -22,7 +22,10 @@ def make_batch(segments: int) -> tuple[Batch, tuple[int, ...], list[list[tuple[i
     positions = np.stack([np.r_[np.arange(9), np.arange(14)], np.arange(N)])
     flags = np.ones((2, N), bool)
     flags[0, :3] = flags[0, 9:13] = flags[1, :5] = False
-    kept = [[(2, 3), (4, 2), (11, 3), (12, 1), (14, 2), (13, 3)], [(4, 3), (9, 3), (10, 1), (12, 2), (15, 3), (6, 1)]]
+    kept = [
+        [(2, 3), (4, 2), (11, 3), (12, 1), (14, 2), (13, 3)],
+        [(4, 3), (9, 3), (10, 1), (12, 2), (15, 3), (6, 1)],
+    ]
     counts = tuple(-(-c // segments) for c in (6, 5, 3))
     anchors = np.zeros((segments, 2, counts[0]), np.int32)
     lengths = np.zeros_like(anchors)
@@ -53,8 +56,7 @@ def flat_loss(params, cfg, target_head, batch, kept, weights):
         real_depth = np.stack([a, d])
         same = ids[a][:, None] == ids[a][None]
         mask = same & (
-            ((d[None] == 0) & (a[None] <= a[:, None]))
-            | ((a[None] == a[:, None]) & (d[None] <= d[:, None]))
+            ((d[None] == 0) & (a[None] <= a[:, None])) | ((a[None] == a[:, None]) & (d[None] <= d[:, None]))
         )
 
         def attend(q, k, v, mask=mask):
@@ -91,7 +93,9 @@ def test_scan_over_segments_gives_the_flat_loss_and_every_gradient(layers, vocab
     expected, expected_grads = flat(params)
     for segments in all_segments:
         batch, counts, _ = make_batch(segments)
-        ours = jax.value_and_grad(lambda p, b=batch, c=counts: peagle_loss(p, cfg, target_head, b, c, weights)[0])
+        ours = jax.value_and_grad(
+            lambda p, b=batch, c=counts: peagle_loss(p, cfg, target_head, b, c, weights)[0]
+        )
         loss, grads = jax.jit(ours)(params)
         np.testing.assert_allclose(loss, expected, rtol=1e-5)
         for got, want in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):

@@ -6,7 +6,13 @@ import pytest
 from peagle_jax.speculative.decoder import Decoder
 from peagle_jax.speculative.sampling import SamplingParams
 from peagle_jax.train.recipe import TrainError
-from peagle_jax.train.regenerate import Options, finished_ids, groups_by_length, regenerate, start_conversation
+from peagle_jax.train.regenerate import (
+    Options,
+    finished_ids,
+    groups_by_length,
+    regenerate,
+    start_conversation,
+)
 from peagle_jax.train.tokens import ConversationEncoder, Summary, encode_records, read_records
 from tests.train import tiny_run
 

@@ -108,7 +108,7 @@ def test_a_step_that_is_not_finite_changes_nothing(tables):
 def test_schedules_warm_up_to_the_peak_and_end_at_the_final_rate(kind):
     recipe = OptimizerRecipe(learning_rate=0.4, final_learning_rate=0.1, warmup=0.1, schedule=kind)
     rates = [float(schedule(recipe, 100)(s)) for s in range(101)]
-    np.testing.assert_allclose(rates[:11], np.linspace(0.04, 0.4, 10).tolist() + [0.4], rtol=1e-5)
+    np.testing.assert_allclose(rates[:11], [*np.linspace(0.04, 0.4, 10).tolist(), 0.4], rtol=1e-5)
     assert rates[100] == pytest.approx(0.4 if kind == "constant" else 0.1)
     assert all(a >= b for a, b in zip(rates[10:], rates[11:], strict=False))
 

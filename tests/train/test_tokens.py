@@ -70,8 +70,9 @@ def test_a_template_that_changes_the_user_text_needs_no_special_case():
 
 def test_a_template_that_drops_earlier_answers_is_refused():
     template = (
-        "{% for m in messages %}{% if loop.last or m.role == 'user' %}<|im_start|>{{ m.role }} {{ m.content }} "
-        "<|im_end|> {% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
+        "{% for m in messages %}{% if loop.last or m.role == 'user' %}<|im_start|>{{ m.role }} "
+        "{{ m.content }} <|im_end|> {% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
     )
     with pytest.raises(TrainError, match="rewrites earlier text when message 4 of 4"):
         encoded([USER, ANSWER, *SECOND], template=template)
@@ -145,4 +146,8 @@ def test_held_out_documents_depend_on_the_id_alone():
     assert 0.07 < np.mean(held) < 0.13
     assert not any(is_heldout(f"id-{i}", 0.0) for i in range(50))
     assert record_id({"id": 7}) == "7"
-    assert record_id({"messages": [USER]}) == record_id({"messages": [dict(USER)]}) != record_id({"messages": []})
+    assert (
+        record_id({"messages": [USER]})
+        == record_id({"messages": [dict(USER)]})
+        != record_id({"messages": []})
+    )

@@ -17,7 +17,9 @@ IDS = np.array([1, 4, 30, 52], np.int32)
 
 
 def config(**changes):
-    return head_config(**({"block": TARGET.block, "draft_vocab": 4, "num_layers": 2, "taps": (1, 2, 3)} | changes))
+    return head_config(
+        **({"block": TARGET.block, "draft_vocab": 4, "num_layers": 2, "taps": (1, 2, 3)} | changes)
+    )
 
 
 def test_a_warm_head_computes_the_targets_last_layers():

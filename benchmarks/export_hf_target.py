@@ -22,20 +22,26 @@ from peagle_jax.checkpoint.errors import CheckpointError
 from peagle_jax.checkpoint.head import rope_section
 from peagle_jax.checkpoint.model import LoadedTarget, load_target
 from peagle_jax.config import TargetConfig
+from peagle_jax.layers.block import BlockParams
 from peagle_jax.models.family import LAYER_NAMES, MODEL_NAMES
 from peagle_jax.models.registry import by_model_type
 from peagle_jax.models.stack import TargetParams, unstack_layers
 
 
+def layers_of(params: TargetParams) -> tuple[BlockParams, ...]:
+    layers = unstack_layers(params).layers
+    assert isinstance(layers, tuple)
+    return layers
+
+
 def tensors(params: TargetParams) -> dict[str, np.ndarray]:
     """Every weight under its Hugging Face name; matrices become (out, in) again."""
-    params = unstack_layers(params)
     out: dict[str, np.ndarray] = {}
     for field, names in MODEL_NAMES.items():
         array = getattr(params, field)
         if array is not None:
             out[names.hf] = np.asarray(array)
-    for index, layer in enumerate(params.layers):
+    for index, layer in enumerate(layers_of(params)):
         for field, names in LAYER_NAMES.items():
             array = getattr(layer, field)
             if array is not None:
@@ -47,7 +53,7 @@ def tensors(params: TargetParams) -> dict[str, np.ndarray]:
 def config(cfg: TargetConfig, params: TargetParams) -> dict[str, Any]:
     """config.json of the target."""
     family, block = by_model_type(cfg.family), cfg.block
-    first = unstack_layers(params).layers[0]
+    first = layers_of(params)[0]
     out: dict[str, Any] = {
         "architectures": [family.architectures[0]],
         "model_type": family.model_types[0],

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 
 from peagle_jax.config import BlockConfig, DrafterConfig, RopeConfig, TargetConfig
 from peagle_jax.drafter.head import DrafterParams
@@ -39,9 +39,9 @@ def head_config(
     return DrafterConfig(**(values | changes))
 
 
-def _matrices(key: jax.Array, scale: float = 0.5):
-    keys = iter(jax.random.split(key, 400))
-    return lambda *shape: jax.random.normal(next(keys), shape) * scale
+def _matrices(seed: int, scale: float = 0.5):
+    rng = np.random.default_rng(seed)  # jax.random would compile a program for every shape
+    return lambda *shape: jnp.array(rng.normal(size=shape) * scale, jnp.float32)
 
 
 def block(make, cfg: BlockConfig, inputs: int | None = None) -> BlockParams:
@@ -61,7 +61,7 @@ def block(make, cfg: BlockConfig, inputs: int | None = None) -> BlockParams:
 
 
 def target_params(cfg: TargetConfig = TARGET, seed: int = 0) -> TargetParams:
-    make = _matrices(jax.random.key(seed))
+    make = _matrices(seed)
     return TargetParams(
         embed=make(cfg.vocab_size, cfg.hidden_size),
         layers=tuple(block(make, cfg.block) for _ in range(cfg.num_layers)),
@@ -71,10 +71,10 @@ def target_params(cfg: TargetConfig = TARGET, seed: int = 0) -> TargetParams:
 
 
 def head_params(cfg: DrafterConfig, seed: int = 1) -> DrafterParams:
-    make = _matrices(jax.random.key(seed))
+    make = _matrices(seed)
     d = cfg.hidden_size
     reduced = cfg.draft_vocab_size < cfg.vocab_size
-    chosen = jax.random.permutation(jax.random.key(seed), cfg.vocab_size)[: cfg.draft_vocab_size]
+    chosen = np.sort(np.random.default_rng(seed).permutation(cfg.vocab_size)[: cfg.draft_vocab_size])
     return DrafterParams(
         embed=make(cfg.vocab_size, d),
         fc=make(cfg.feature_size, d),
@@ -84,5 +84,5 @@ def head_params(cfg: DrafterConfig, seed: int = 1) -> DrafterParams:
         lm_head=make(cfg.draft_vocab_size, d),
         mask_hidden=make(cfg.feature_size) * 2 if cfg.method == "peagle" else None,
         input_norm=1 + make(cfg.feature_size) * 0.2 if cfg.norm_before_fc else None,
-        draft_to_target=jnp.sort(chosen).astype(jnp.int32) if reduced else None,
+        draft_to_target=jnp.array(chosen, jnp.int32) if reduced else None,
     )

@@ -227,7 +227,8 @@ def train(recipe: Recipe, console: Console) -> Path:
     dtype = setup.frozen.embed.dtype
 
     optimizer = make_optimizer(recipe.optimizer, steps)
-    state = TrainState(jnp.zeros((), jnp.int32), setup.params, optimizer.init(setup.params))
+    params = jax.tree.map(jnp.copy, setup.params)  # the state is donated; the target may share arrays
+    state = TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
     state, frozen = replicated((state, setup.frozen), micro)
     checkpoints = Checkpoints(output / "checkpoints", recipe.run.keep_checkpoints, setup.identity)
     if checkpoints.latest is not None:

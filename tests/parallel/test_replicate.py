@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from peagle_jax.config import SpecConfig
+from peagle_jax.models.stack import stack_layers
 from peagle_jax.parallel.replicate import replica_sharding, replicate
 from peagle_jax.speculative.decoder import Decoder, Request
 from peagle_jax.speculative.round import step
@@ -15,7 +16,7 @@ from peagle_jax.speculative.sampling import SamplingParams
 from tests.tiny import TARGET, head_config, head_params, target_params
 
 CONFIG = head_config()
-PARAMS = (target_params(), head_params(CONFIG))
+PARAMS = (stack_layers(target_params()), head_params(CONFIG))
 SPEC = SpecConfig(3, "peagle")
 REQUESTS = [
     Request([3, 1, 4, 1, 5], SamplingParams(temperature=0.8, seed=1), 30),
@@ -23,10 +24,10 @@ REQUESTS = [
 ]
 
 
-def tokens_of(backend: str) -> list[list[int]]:
+def tokens_of(backend: str, alone: Decoder) -> list[list[int]]:
+    """Four dispatches of two replicas, a request on each."""
     devices = jax.devices()[:2]
     run = replicate(partial(step, configs=(TARGET, CONFIG), spec=SPEC, rounds=1), devices, backend)
-    alone = Decoder(TARGET, *PARAMS[:1], CONFIG, PARAMS[1], SPEC, max_model_len=64, prefill_chunk=8)
     pairs = [(alone._fresh_state([r], 80), alone._chunk([r], 0)) for r in REQUESTS]
     states, chunks = (
         jax.tree.map(lambda *x: np.concatenate(x), *trees) for trees in zip(*pairs, strict=True)
@@ -44,9 +45,9 @@ def tokens_of(backend: str) -> list[list[int]]:
 
 
 def test_pmap_and_shard_map_give_the_tokens_of_a_single_replica():
-    by_pmap, by_shard_map = tokens_of("pmap"), tokens_of("shard_map")
-    assert by_pmap == by_shard_map
     single = Decoder(TARGET, PARAMS[0], CONFIG, PARAMS[1], SPEC, max_model_len=64, prefill_chunk=8)
+    by_pmap, by_shard_map = tokens_of("pmap", single), tokens_of("shard_map", single)
+    assert by_pmap == by_shard_map
     for request, got in zip(REQUESTS, by_pmap, strict=True):
         expected = [t for r in single.generate(request.prompt, request.sampling, 30) for t in r.tokens]
         assert len(got) >= 5 and got == expected[: len(got)]

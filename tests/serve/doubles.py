@@ -58,7 +58,7 @@ class ScriptedDecoder:
         width: int = 4,
         pause: float = 0.0,
         fail: Callable[[list[int]], bool] = lambda prompt: False,
-        warm_up: Callable[[], None] = lambda: None,
+        warm_up: Callable[[], object] = lambda: None,
     ) -> None:
         self.script, self.width, self.pause, self.fail, self._warm_up = script, width, pause, fail, warm_up
         self.rounds = 0
@@ -101,7 +101,3 @@ END = TOKENIZER.get_vocab()[EOS]
 def says(text: str, **options) -> ScriptedDecoder:
     """A decoder that answers every prompt with ``text`` and the end token."""
     return ScriptedDecoder(lambda prompt: [*TOKENIZER.encode(text), END], **options)
-
-
-def void(value: object) -> None:
-    """Drops a value, for a lambda that must return None."""

@@ -235,7 +235,7 @@ def test_models_health_and_version(server):
 
 def test_health_is_503_until_the_engine_is_warm(serve):
     gate = threading.Event()
-    server = serve(says("x", warm_up=lambda: void(gate.wait(60))), wait=False)
+    server = serve(says("x", warm_up=lambda: gate.wait(60)), wait=False)
     response = server.http.get("/health")
     assert (response.status_code, response.json()) == (503, {"status": "warming"})
     gate.set()

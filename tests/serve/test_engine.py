@@ -9,7 +9,7 @@ import pytest
 
 from peagle_jax.serve.engine import Engine, EngineRequest, EngineStoppedError
 from peagle_jax.speculative.sampling import SamplingParams
-from tests.serve.doubles import TOKENIZER, ScriptedDecoder, void
+from tests.serve.doubles import TOKENIZER, ScriptedDecoder
 
 
 def request(prompt: str = "hi", max_tokens: int = 50, **changes) -> EngineRequest:
@@ -135,7 +135,7 @@ def test_stop_ids_and_limits_reach_the_decoder(run):
 
 def test_requests_wait_for_the_warm_up(run):
     gate, told = threading.Event(), []
-    engine = run(ScriptedDecoder(echo, warm_up=lambda: void(gate.wait(60))), on_warm=told.append)
+    engine = run(ScriptedDecoder(echo, warm_up=lambda: gate.wait(60)), on_warm=told.append)
     _, inbox = submit(engine, "hi")
     assert engine.state == "warming"
     assert inbox.empty()

@@ -6,13 +6,16 @@ import numpy as np
 import pytest
 
 from peagle_jax.config import ConfigError, SpecConfig
-from peagle_jax.drafter.head import draft_logits
+from peagle_jax.drafter.head import draft_logits, forward_cached, fuse
+from peagle_jax.layers.attention import causal_mask
+from peagle_jax.models.stack import stack_layers, unstack_layers
+from peagle_jax.speculative.cache import create_cache, write
 from peagle_jax.speculative.decoder import Decoder, Request
 from peagle_jax.speculative.sampling import SamplingParams
 from peagle_jax.train.partition import Batch, depth_zero, rollout_hidden
 from tests.tiny import TARGET, VOCAB, head_config, head_params, target_params
 
-PARAMS = target_params()
+PARAMS = stack_layers(target_params())  # scanned layers compile faster; one test below unrolls them
 CONTEXT = 48
 SAMPLINGS = [
     SamplingParams(),
@@ -21,11 +24,11 @@ SAMPLINGS = [
 ]
 
 
-def decoder(method=None, k=0, **options) -> Decoder:
+def decoder(method=None, k=0, target=PARAMS, **options) -> Decoder:
     cfg = head_config(method, num_depths=8) if method else None
     params = head_params(cfg) if cfg else None
     options = {"max_model_len": CONTEXT, "prefill_chunk": 8} | options
-    return Decoder(TARGET, PARAMS, cfg, params, SpecConfig(k, method), **options)
+    return Decoder(TARGET, target, cfg, params, SpecConfig(k, method), **options)
 
 
 def tokens(d: Decoder, prompt, sampling, max_tokens=64, stop_ids=()) -> tuple[list[int], str | None, int]:
@@ -78,7 +81,7 @@ def test_output_stops_at_the_first_stop_id_and_at_max_tokens(plain, heads):
 
 
 def test_nothing_compiles_after_warm_up():
-    d = decoder("peagle", 3, max_model_len=100)
+    d = decoder("peagle", 3, unstack_layers(PARAMS), max_model_len=100)
     d.warm_up()
     before, compiled = d.compilations, []
     jax.monitoring.register_event_duration_secs_listener(
@@ -93,8 +96,8 @@ def test_nothing_compiles_after_warm_up():
     assert compiled == []
 
 
-def test_caches_grow_without_changing_the_output(monkeypatch):
-    expected, _, _ = tokens(decoder("peagle", 3), PROMPTS[0], SAMPLINGS[1])
+def test_caches_grow_without_changing_the_output(heads, monkeypatch):
+    expected, _, _ = tokens(heads["peagle", 3], PROMPTS[0], SAMPLINGS[1])
     monkeypatch.setattr("peagle_jax.speculative.decoder.SMALLEST_CACHE", 16)
     d = decoder("peagle", 3)
     assert len(d._sizes) == 3
@@ -162,48 +165,51 @@ def test_logits_of_training_rows_equal_the_inference_pass():
         anchors=jnp.full((1, 1, 1), anchor),
         lengths=jnp.full((1, 1, 1), k - 1),
     )
-    hidden0, context = depth_zero(params, cfg, batch)
-    rows = rollout_hidden(params, cfg, batch, context, batch.anchors[0], batch.lengths[0], (1,) * (k - 1))
-    trained = draft_logits(params, cfg, jnp.concatenate([hidden0[:, anchor : anchor + 1], rows], axis=1))[0]
 
-    from peagle_jax.drafter.head import forward_cached, fuse
-    from peagle_jax.layers.attention import causal_mask
-    from peagle_jax.speculative.cache import create_cache, write
+    @jax.jit
+    def training_rows(params, batch):
+        hidden0, context = depth_zero(params, cfg, batch)
+        counts = (1,) * (k - 1)
+        rows = rollout_hidden(params, cfg, batch, context, batch.anchors[0], batch.lengths[0], counts)
+        return draft_logits(params, cfg, jnp.concatenate([hidden0[:, anchor : anchor + 1], rows], axis=1))[0]
 
-    cache = create_cache(cfg.num_layers, 1, 3, 32, 4, jnp.float32, False)
-    start = jnp.array([0])
-    committed = anchor - 2  # the last three committed slots arrive with the masks, as in a round
-    g = fuse(params, cfg, features)
-    h, key, value = forward_cached(
-        params,
-        cfg,
-        text[:, 1 : committed + 1],
-        g[:, :committed],
-        jnp.arange(committed)[None],
-        cache.k,
-        cache.v,
-        start,
-        causal_mask(1, committed),
-    )
-    cache = write(cache, key, value, start, h)
-    masks = jnp.broadcast_to(params.mask_hidden, (1, k + 2, cfg.feature_size))
-    window = jnp.concatenate([features[:, committed : anchor + 1], masks], axis=1)
-    ids = jnp.concatenate(
-        [text[:, committed + 1 : anchor + 2], jnp.full((1, k + 2), cfg.mask_token_id)], axis=1
-    )
-    width = window.shape[1]
-    h, _, _ = forward_cached(
-        params,
-        cfg,
-        ids,
-        fuse(params, cfg, window),
-        committed + jnp.arange(width)[None],
-        cache.k,
-        cache.v,
-        jnp.array([committed]),
-        causal_mask(1, width),
-    )
-    drafted = draft_logits(params, cfg, h[:, 2 : 2 + k])[0]
+    @jax.jit
+    def inference_rows(params):
+        cache = create_cache(cfg.num_layers, 1, 3, 32, 4, jnp.float32, False)
+        start = jnp.array([0])
+        committed = anchor - 2  # the last three committed slots arrive with the masks, as in a round
+        g = fuse(params, cfg, features)
+        h, key, value = forward_cached(
+            params,
+            cfg,
+            text[:, 1 : committed + 1],
+            g[:, :committed],
+            jnp.arange(committed)[None],
+            cache.k,
+            cache.v,
+            start,
+            causal_mask(1, committed),
+        )
+        cache = write(cache, key, value, start, h)
+        masks = jnp.broadcast_to(params.mask_hidden, (1, k + 2, cfg.feature_size))
+        window = jnp.concatenate([features[:, committed : anchor + 1], masks], axis=1)
+        mask_ids = jnp.full((1, k + 2), cfg.mask_token_id)
+        ids = jnp.concatenate([text[:, committed + 1 : anchor + 2], mask_ids], axis=1)
+        width = window.shape[1]
+        h, _, _ = forward_cached(
+            params,
+            cfg,
+            ids,
+            fuse(params, cfg, window),
+            committed + jnp.arange(width)[None],
+            cache.k,
+            cache.v,
+            jnp.array([committed]),
+            causal_mask(1, width),
+        )
+        return draft_logits(params, cfg, h[:, 2 : 2 + k])[0]
+
+    trained, drafted = training_rows(params, batch), inference_rows(params)
     np.testing.assert_allclose(trained, drafted, atol=2e-5)
 
 

@@ -7,6 +7,8 @@ part takes any T x T mask: causal for a chain, a tree mask for a tree.
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
@@ -106,7 +108,7 @@ def packed_attention(
     q = jnp.pad(q, ((0, 0), (0, pad), (0, 0), (0, 0))).reshape(b, -1, block, heads, h).swapaxes(0, 1)
     ids = jnp.pad(segment_ids, ((0, 0), (0, pad))).reshape(b, -1, block).swapaxes(0, 1)
     index = jnp.arange(n + pad).reshape(-1, block)
-    out = jax.lax.map(lambda xs: jax.checkpoint(lambda *a: rows(*a, n))(*xs), (q, ids, index))
+    out = jax.lax.map(lambda xs: jax.checkpoint(partial(rows, end=n))(*xs), (q, ids, index))
     return out.swapaxes(0, 1).reshape(b, n + pad, heads * h)[:, :n]
 
 

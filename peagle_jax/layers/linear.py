@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +62,7 @@ def _product(x: Array, w: Array, axis: int) -> Array:
         count = rows.shape[0]
         if count < MIN_ROWS:
             rows = jnp.pad(rows, ((0, MIN_ROWS - count), (0, 0)))
-        out = _narrow_product(rows.astype(w.dtype), w, axis)[:count]
+        out = cast(Array, _narrow_product(rows.astype(w.dtype), w, axis))[:count]
     return out.reshape(*x.shape[:-1], out.shape[1])
 
 

@@ -48,7 +48,7 @@ class TargetOutput:
 
 def unstack_layers(params: TargetParams) -> TargetParams:
     """The unrolled form of a stacked target."""
-    if not params.is_stacked:
+    if isinstance(params.layers, tuple):
         return params
     count = params.layers.attn_norm.shape[0]
     layers = tuple(jax.tree.map(lambda w, i=i: w[i], params.layers) for i in range(count))
@@ -57,7 +57,7 @@ def unstack_layers(params: TargetParams) -> TargetParams:
 
 def stack_layers(params: TargetParams) -> TargetParams:
     """The scanned form of an unrolled target."""
-    if params.is_stacked:
+    if not isinstance(params.layers, tuple):
         return params
     return params.replace(layers=jax.tree.map(lambda *leaves: jnp.stack(leaves), *params.layers))
 

@@ -17,16 +17,16 @@ Backend = Literal["pmap", "shard_map"]
 AXIS = "data"
 
 
-def replica_sharding(devices: Sequence[jax.Device]) -> NamedSharding:
+def replica_sharding(devices: Sequence[Any]) -> NamedSharding:
     """Where the step leaves its results. A program is keyed by its inputs' sharding, so a state
     that is put there first runs the same program as one that a step returned."""
     return NamedSharding(Mesh(np.array(devices), (AXIS,)), PartitionSpec(AXIS))
 
 
 def replicate(
-    step: Callable[..., Any], devices: Sequence[jax.Device], backend: Backend = "pmap"
+    step: Callable[..., Any], devices: Sequence[Any], backend: Backend = "pmap"
 ) -> Callable[..., Any]:
-    """``step(params, state, chunk) -> (state, output)`` over replicas, one a device.
+    """``step(params, state, chunk) -> (state, output)`` over replicas, one of ``devices`` (jax.Device) each.
 
     ``params`` are shared; every leaf of ``state``, ``chunk`` and the results has a leading replica
     axis of ``len(devices)``. The state is donated.

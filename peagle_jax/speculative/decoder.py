@@ -90,7 +90,7 @@ class Decoder:
         batch: int = 1,
         prefill_chunk: int = 128,
         replicate_backend: Backend = "pmap",
-        device: jax.Device | None = None,
+        device: Any = None,
         lookahead: int | None = None,
     ) -> None:
         if spec.num_speculative_tokens == 0:

@@ -72,7 +72,7 @@ def place_batches(micro: int) -> Callable[[Batch], Batch]:
         rows = rollouts = jax.sharding.SingleDeviceSharding(devices[0])
 
     def split(x: np.ndarray, axis: int) -> np.ndarray:
-        x = x.reshape(*x.shape[:axis], -1, micro, *x.shape[axis + 1 :])
+        x = x.reshape(*x.shape[:axis], x.shape[axis] // micro, micro, *x.shape[axis + 1 :])
         return np.moveaxis(x, axis, 0)
 
     def place(batch: Batch) -> Batch:

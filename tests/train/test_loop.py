@@ -38,7 +38,7 @@ def test_training_lowers_the_loss_and_exports_a_head_that_loads(prepared, tiny_t
     assert [r["step"] for r in held] == [20, 40]
     depths = 4 if method == "peagle" else 3
     assert len(held[-1]["acceptance_length"]) == len(held[-1]["validation_accuracy"]) == depths
-    assert held[-1]["acceptance_length"][-1] > held[0]["acceptance_length"][-1] > 1
+    assert held[-1]["validation_loss"] < 0.8 * early and held[-1]["acceptance_length"][-1] > 1.2
 
     cfg, params = load_head(str(folder), TARGET, tiny_target.params)
     assert (cfg.method, cfg.taps, cfg.draft_vocab_size) == (method, (1, 3, 5), 47)

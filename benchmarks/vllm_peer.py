@@ -10,11 +10,12 @@ its own: first without the head, then with it. Prints one JSON object.
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import json
 import multiprocessing
 import os
+import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,7 @@ def measure(options: dict[str, Any], prompts: list[Prompt], head: str | None) ->
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{(os.cpu_count() or 1) - 1}")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # or one other busy process stalls every barrier
     import vllm
 
     k = options["num_speculative_tokens"] if head else 0
@@ -115,11 +117,33 @@ def measure(options: dict[str, Any], prompts: list[Prompt], head: str | None) ->
     return report | {"answers": answers}
 
 
+def child(result: str, *arguments: Any) -> None:
+    """Body of a measuring process: leads a process group of its own, and leaves its report in a file."""
+    os.setsid()
+    report = measure(*arguments)
+    Path(result + ".part").write_text(json.dumps(report))
+    os.replace(result + ".part", result)
+    time.sleep(3600)  # the parent ends the group: vLLM's own way out can hang on a busy machine
+
+
 def in_fresh_process(*arguments: Any) -> dict[str, Any]:
-    """vLLM keeps threads, memory and global state for as long as its process lives."""
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
-        return pool.submit(measure, *arguments).result()
+    """``measure`` in a process that ends with all that vLLM started: threads, workers, global state."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "report.json"
+        process = multiprocessing.get_context("spawn").Process(target=child, args=(str(result), *arguments))
+        process.start()
+        try:
+            while process.is_alive() and not result.exists():
+                time.sleep(0.2)
+        finally:
+            if process.pid is not None and process.is_alive():
+                os.killpg(process.pid, signal.SIGKILL)
+            process.join()
+        if not result.exists():
+            raise SystemExit(
+                "error: vLLM ended before it had decoded every prompt; its own messages are above"
+            )
+        return json.loads(result.read_text())
 
 
 def main() -> int:

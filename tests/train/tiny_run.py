@@ -123,9 +123,9 @@ def recipe(folder: Path, **changes) -> Recipe:
             "shard_rows": 7,
             "dtype": "float32",
         },
-        "head": {"taps": [1, 3, 5], "num_layers": 2, "num_depths": 4, "draft_vocab_size": 47},
+        "head": {"taps": [1, 3, 5], "num_layers": 1, "num_depths": 3, "draft_vocab_size": 47},
         "cod": {"ratio": 0.9},
-        "optimizer": {"learning_rate": 3e-3, "steps": 8, "batch_rows": 4, "schedule": "constant"},
+        "optimizer": {"learning_rate": 3e-3, "steps": 8, "batch_rows": 3, "schedule": "constant"},
         "run": {"validate_every": 4, "validate_rows": 4, "checkpoint_every": 4, "log_every": 1},
     }
     for section, value in changes.items():

@@ -10,6 +10,7 @@ its own: first without the head, then with it. Prints one JSON object.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
@@ -136,8 +137,10 @@ def in_fresh_process(*arguments: Any) -> dict[str, Any]:
             while process.is_alive() and not result.exists():
                 time.sleep(0.2)
         finally:
-            if process.pid is not None and process.is_alive():
+            assert process.pid is not None
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
             process.join()
         if not result.exists():
             raise SystemExit(

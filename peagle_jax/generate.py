@@ -8,6 +8,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 
 from peagle_jax import commands
 from peagle_jax.commands import CommandError, Loaded
+from peagle_jax.config import TargetConfig
 from peagle_jax.layers.attention import packed_attention
 from peagle_jax.models import stack
 from peagle_jax.models.stack import TargetParams
@@ -88,21 +90,27 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
+@partial(jax.jit, static_argnums=1)
+def _logits_of_row(
+    params: TargetParams, cfg: TargetConfig, tokens: jnp.ndarray, row: jnp.ndarray
+) -> jnp.ndarray:
+    document = jnp.zeros_like(tokens)
+
+    def attend(q: jnp.ndarray, k: jnp.ndarray, v: jnp.ndarray) -> jnp.ndarray:
+        return packed_attention(q, k, v, document, params.embed.dtype)
+
+    out = stack.forward_packed(params, cfg, tokens, jnp.arange(tokens.shape[1])[None], attend)
+    return stack.logits(params, cfg, out.hidden[:, row])[0]
+
+
 def logits_after(loaded: Loaded, prefix: Sequence[int]) -> jnp.ndarray:
-    """The target's next-token logits (V,), float32, from one pass over ``prefix``."""
-    params, cfg = loaded.target.params, loaded.target.config
+    """The target's next-token logits (V,), float32, from one pass over ``prefix``.
 
-    @jax.jit
-    def run(params: TargetParams, tokens: jnp.ndarray) -> jnp.ndarray:
-        document = jnp.zeros_like(tokens)
-
-        def attend(q: jnp.ndarray, k: jnp.ndarray, v: jnp.ndarray) -> jnp.ndarray:
-            return packed_attention(q, k, v, document, params.embed.dtype)
-
-        out = stack.forward_packed(params, cfg, tokens, jnp.arange(tokens.shape[1])[None], attend)
-        return stack.logits(params, cfg, out.hidden[:, -1])[0]
-
-    return run(params, jnp.array([prefix], jnp.int32))
+    Padded to a power of two, so that prefixes of all lengths share a few programs.
+    """
+    width = 1 << max(len(prefix) - 1, 127).bit_length()
+    tokens = jnp.array([[*prefix, *[0] * (width - len(prefix))]], jnp.int32)
+    return _logits_of_row(loaded.target.params, loaded.target.config, tokens, jnp.array(len(prefix) - 1))
 
 
 def token_scores(logits: jnp.ndarray, sampling: SamplingParams, position: int) -> jnp.ndarray:

@@ -55,6 +55,7 @@ def run(*argv: str) -> int:
 BASE = ("--model", "m", "--head", "h", "--prompt", "the cat", "--dtype", "float32")
 
 
+@pytest.mark.timeout(1200)  # a busy machine compiles slowly
 def test_json_has_the_text_the_speed_and_the_comparison(tiny, capsys):
     assert run(*BASE, "--max-tokens", "40", "--compare", "--json") == 0
     report = json.loads(capsys.readouterr().out)

@@ -75,7 +75,7 @@ def running(
     while not server.started and time.monotonic() < deadline:
         time.sleep(0.01)
     assert server.started, "the server did not start"
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 1000
     while wait and engine.state == "warming" and time.monotonic() < deadline:
         time.sleep(0.01)
     handle = Server(f"http://127.0.0.1:{sock.getsockname()[1]}", engine, decoder, tokenizer)

@@ -100,7 +100,7 @@ class Process:
     def wait_for(self, word: str) -> str:
         """The first line with ``word``."""
         while True:
-            line = self._arrived.get(timeout=200)
+            line = self._arrived.get(timeout=600)
             assert line is not None, "".join(self.lines)
             self.lines.append(line)
             if word in line:
@@ -108,12 +108,13 @@ class Process:
 
     def end(self) -> str:
         """Everything printed, once the process has ended."""
-        self.process.wait(60)
-        while (line := self._arrived.get(timeout=10)) is not None:
+        self.process.wait(600)
+        while (line := self._arrived.get(timeout=60)) is not None:
             self.lines.append(line)
         return "".join(self.lines)
 
 
+@pytest.mark.timeout(1200)  # a busy machine compiles slowly
 def test_it_serves_a_folder_with_a_head_and_ends_in_peace(tmp_path):
     model, head = write_model(tmp_path / "model"), write_head(tmp_path / "head")
     config = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 2, "parallel_drafting": True}
@@ -134,7 +135,7 @@ def test_it_serves_a_folder_with_a_head_and_ends_in_peace(tmp_path):
         assert httpx.get(f"{url}/health").status_code == 200
         body = {"prompt": "the cat", "max_tokens": 590, "ignore_eos": True, "stream": True}
         events = []
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=600) as response:
             for line in response.iter_lines():
                 if line and not events:
                     server.process.send_signal(signal.SIGTERM)  # amid the answer

@@ -10,6 +10,8 @@ from tests.serve.conftest import running
 from tests.serve.tiny_model import CONFIG, PARAMS, TOKENIZER, tiny_head
 from tests.tiny import head_params
 
+pytestmark = pytest.mark.timeout(1200)  # a busy machine compiles slowly
+
 PROMPTS = ["the cat", "naïve 🦅", "x" * 100]
 
 

@@ -42,11 +42,11 @@ def naive_loss(params, cfg, target_head, batch):
     """Document by document, with the keys of all steps side by side under one dense mask."""
     total, count, correct = 0.0, 0, [0] * STEPS
     for b in range(2):
-        for document in sorted({int(i) for i in np.array(batch.segment_ids[b]) if i >= 0}):
-            where = np.flatnonzero(np.array(batch.segment_ids[b]) == document)
+        for document in sorted({int(i) for i in np.array(batch.segment_ids)[b] if i >= 0}):
+            where = np.flatnonzero(np.array(batch.segment_ids)[b] == document)
             n = len(where)
-            tokens = np.r_[np.array(batch.tokens[b])[where], np.zeros(STEPS + 2, int)]
-            flags = np.array(batch.loss_flags[b])[where]
+            tokens = np.r_[np.array(batch.tokens)[b][where], np.zeros(STEPS + 2, int)]
+            flags = np.array(batch.loss_flags)[b][where]
             target = batch.target_hidden[b, where] @ target_head.T
             g = fuse(params, cfg, batch.features[b, where])
             keys: list[list] = [[] for _ in range(cfg.num_layers)]

@@ -30,5 +30,8 @@ def describe_machine(packages: tuple[str, ...]) -> dict[str, object]:
         "python": platform.python_version(),
         "packages": {name: importlib.metadata.version(name) for name in packages},
         "commit": commit,
-        "command": " ".join(["python", *sys.argv]),
+        # Files are named without their folders, which mean nothing elsewhere.
+        "command": " ".join(
+            ["python", sys.argv[0], *(Path(a).name if "/" in a else a for a in sys.argv[1:])]
+        ),
     }

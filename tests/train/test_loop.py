@@ -182,7 +182,7 @@ def test_accuracy_without_rows_is_not_available():
 
 
 def test_epochs_become_steps(tmp_path):
-    assert total_steps(tiny_run.recipe(tmp_path, optimizer={"steps": 0, "epochs": 2.5}), 10) == 7
+    assert total_steps(tiny_run.recipe(tmp_path, optimizer={"steps": 0, "epochs": 2.5}), 10) == 9
     assert total_steps(tiny_run.recipe(tmp_path, optimizer={"steps": 3}), 10) == 3
 
 

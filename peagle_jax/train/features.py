@@ -26,7 +26,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from peagle_jax.config import TargetConfig
-from peagle_jax.layers.attention import NEGATIVE, grouped, ungrouped
+from peagle_jax.layers.attention import packed_attention
 from peagle_jax.models import stack
 from peagle_jax.train.packing import PackedRows
 from peagle_jax.train.recipe import TrainError
@@ -34,40 +34,6 @@ from peagle_jax.train.recipe import TrainError
 ARRAYS = ("tokens", "segment_ids", "positions", "flags", "features", "hidden")
 SPLITS = ("train", "heldout")
 VERSION = 1
-
-
-def packed_attention(
-    segment_ids: Int[Array, "b t"], dtype: jnp.dtype, block: int = 128
-) -> Callable[[Array, Array, Array], Array]:
-    """Causal attention within the documents of packed rows, as an ``Attend``.
-
-    Padding (segment -1) forms a document of its own, so that no row of scores is empty. Queries go
-    in blocks that read keys up to their own end only, which skips most of the masked half.
-    """
-    t = segment_ids.shape[1]
-    size = block if t % block == 0 else t
-
-    def attend(q: Array, k: Array, v: Array) -> Array:
-        g = k.shape[2]
-        q = (q * q.shape[-1] ** -0.5).astype(dtype)
-        k, v = k.astype(dtype).swapaxes(1, 2), v.astype(dtype).swapaxes(1, 2)
-        out = []
-        for start in range(0, t, size):
-            end = start + size
-            rows = grouped(q[:, start:end], g)
-            scores = jnp.einsum("bgth,bgsh->bgts", rows, k[:, :, :end], preferred_element_type=jnp.float32)
-            same = segment_ids[:, start:end, None] == segment_ids[:, None, :end]
-            seen = same & (jnp.arange(end) <= jnp.arange(start, end)[:, None])
-            scores = scores.reshape(*scores.shape[:2], -1, size, end)
-            scores = jnp.where(seen[:, None, None], scores, NEGATIVE)
-            p = jnp.exp(scores - scores.max(-1, keepdims=True))
-            total = p.sum(-1).reshape(*p.shape[:2], -1, 1)
-            p = p.astype(dtype).reshape(*p.shape[:2], -1, end)
-            mixed = jnp.einsum("bgts,bgsh->bgth", p, v[:, :, :end], preferred_element_type=jnp.float32)
-            out.append(ungrouped(mixed / total, size))
-        return jnp.concatenate(out, 1)
-
-    return attend
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "taps", "dtype"))
@@ -81,7 +47,10 @@ def compute(
     dtype: jnp.dtype,
 ) -> tuple[Array, Array]:
     """Tapped features (B, T, C) and the normed last state (B, T, D), both of ``dtype``."""
-    attend = packed_attention(segment_ids, params.embed.dtype)
+
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        return packed_attention(q, k, v, segment_ids, params.embed.dtype)
+
     out = stack.forward_packed(params, cfg, tokens, positions, attend, taps)
     return out.features.astype(dtype), stack.final_hidden(params, cfg, out.hidden).astype(dtype)
 

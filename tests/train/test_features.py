@@ -162,14 +162,3 @@ def test_damage_is_named(tmp_path, prepared):
         features.read_shard(folder, "train-00099", "float32")
     with pytest.raises(TrainError, match="holds no features"):
         features.read_manifest(tmp_path / "nowhere")
-
-
-def test_blocks_of_queries_do_not_change_attention():
-    rng = np.random.default_rng(0)
-    q, k, v = (jnp.asarray(rng.normal(size=(2, 12, heads, 6)), jnp.float32) for heads in (4, 2, 2))
-    ids = jnp.asarray([[0] * 5 + [1] * 7, [0] * 9 + [-1] * 3])
-    whole, parts = (
-        jax.jit(lambda *qkv, size=size: features.packed_attention(ids, jnp.float32, size)(*qkv))(q, k, v)
-        for size in (12, 4)
-    )
-    np.testing.assert_allclose(whole, parts, atol=1e-6)

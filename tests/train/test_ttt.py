@@ -10,8 +10,8 @@ from peagle_jax.train.partition import Batch, peagle_loss
 from peagle_jax.train.ttt import eagle3_loss
 from tests.tiny import head_config, head_params
 
-N, STEPS = 17, 4
-WEIGHTS = (1.0, 0.8, 0.64, 0.512)
+N, STEPS = 17, 3
+WEIGHTS = (1.0, 0.8, 0.64)
 
 
 @pytest.fixture(scope="module")

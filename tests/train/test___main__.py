@@ -1,0 +1,87 @@
+import json
+
+import pytest
+import yaml
+
+from peagle_jax.train.__main__ import main
+from peagle_jax.train.recipe import recipe_dict
+from tests.train import tiny_run
+
+
+def write_recipe(folder, **changes):
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe_dict(tiny_run.recipe(folder, **changes))))
+    return str(path)
+
+
+def error_of(capsys):
+    """The one line on stderr."""
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error: ")]
+    return line
+
+
+def test_a_missing_recipe_is_one_line(capsys, tmp_path):
+    assert main(["--config", str(tmp_path / "none.yaml")]) == 2
+    assert "none.yaml" in error_of(capsys)
+
+
+def test_an_unknown_key_is_one_line(capsys, tmp_path):
+    (tmp_path / "r.yaml").write_text("optimizer: {lr: 1}\n")
+    assert main(["features", "--config", str(tmp_path / "r.yaml")]) == 2
+    assert "optimizer: unknown key 'lr'; expected one of learning_rate" in error_of(capsys)
+
+
+def test_training_without_features_says_how_to_compute_them(capsys, tiny_target, tmp_path):
+    assert main(["--config", write_recipe(tmp_path)]) == 2
+    assert "holds no features; compute them with `python -m peagle_jax.train features" in error_of(capsys)
+
+
+@pytest.mark.parametrize(
+    ("token", "message"),
+    [
+        (tiny_run.END, "mask token id 52 is an eos, bos or pad token or a marker"),
+        (tiny_run.START, "mask token id 50 is an eos, bos or pad token or a marker"),
+        (48, "mask token id 48 occurs"),
+        (53, "mask token id 53 is outside the vocabulary of 53"),
+    ],
+)
+def test_a_mask_token_in_use_is_refused(capsys, prepared, token, message):
+    assert main(["--config", write_recipe(prepared, head={"mask_token_id": token})]) == 2
+    assert message in error_of(capsys)
+
+
+def test_a_draft_vocabulary_without_room_for_markers_is_refused(capsys, prepared):
+    assert main(["--config", write_recipe(prepared, head={"draft_vocab_size": 1})]) == 2
+    assert "cannot hold the 2 required tokens" in error_of(capsys)
+
+
+def test_dry_run_says_the_size_and_computes_nothing(capsys, tiny_target, tmp_path):
+    tiny_run.write_data(tmp_path / "data.jsonl", tiny_run.conversations(20))
+    assert main(["features", "--config", write_recipe(tmp_path), "--dry-run"]) == 0
+    assert "(253 bytes a token)" in capsys.readouterr().out  # (4 taps + 1) * 12 * 4 bytes, and 13
+    assert not (tmp_path / "features").exists()
+
+
+def test_show_mask_prints_what_carries_loss(capsys, tiny_target, tmp_path):
+    tiny_run.write_data(tmp_path / "data.jsonl", tiny_run.conversations(4))
+    assert main(["show-mask", "--config", write_recipe(tmp_path), "--count", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "c0: <|im_start|>" in out and "c1: " in out and "c2: " not in out
+    assert "4 documents" in out
+
+
+def test_show_mask_fails_where_the_template_gives_no_supervision(capsys, tiny_target, tmp_path):
+    tiny_target.tokenizer.chat_template = (
+        "{% for m in messages if m.role == 'user' %}{{ m.content }} {% endfor %}"
+    )
+    tiny_run.write_data(tmp_path / "data.jsonl", tiny_run.conversations(4))
+    assert main(["show-mask", "--config", write_recipe(tmp_path)]) == 2
+    assert "4 of 4 records cannot be used" in error_of(capsys)
+
+
+def test_regenerate_refuses_an_output_that_cannot_go_on(capsys, tmp_path):
+    assert main(["regenerate", "--prompts", "p.jsonl", "--out", str(tmp_path / "o.json")]) == 2
+    assert "--out is a .jsonl file" in error_of(capsys)
+    words = ["regenerate", "--prompts", "p", "--out", "o.jsonl", "--template", json.dumps([1])]
+    assert main(words) == 2
+    assert "--template is a JSON object, found [1]" in error_of(capsys)

@@ -47,9 +47,7 @@ class Method:
             self.seconds += count / run.tokens_per_second
             self.tokens += count
             self.rates.append(run.tokens_per_second)
-        self.acceptance.rounds += run.acceptance.rounds
-        pairs = zip(self.acceptance.accepted_at, run.acceptance.accepted_at, strict=True)
-        self.acceptance.accepted_at = [a + b for a, b in pairs]
+        self.acceptance.merge(run.acceptance)
 
     def report(self, baseline: Method) -> dict[str, Any]:
         rate = self.tokens / self.seconds
@@ -73,9 +71,7 @@ def decode_set(methods: list[Method], prompts: list[Prompt], max_tokens: int) ->
         method.reset()
     for prompt in track(prompts, "decoding", console=CONSOLE):
         target = methods[0].loaded.target
-        message = [{"role": "user", "content": prompt.text}]
-        text = target.tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-        ids = target.tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = generate.prompt_token_ids(target.tokenizer, prompt.text)
         stops = set(target.config.eos_token_ids)
         baseline: generate.Run | None = None
         for method in methods:

@@ -191,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     loaded = commands.load(
         args.model, head, k, dtype=args.dtype, revision=args.revision, tokenizer=args.tokenizer
     )
-    prompt_ids = _prompt_ids(loaded.target.tokenizer, prompt, args.raw)
+    prompt_ids = prompt_token_ids(loaded.target.tokenizer, prompt, args.raw)
     max_tokens = _room(loaded, len(prompt_ids), args.max_tokens)
     k = loaded.num_speculative_tokens
     stop_ids = set(loaded.target.config.eos_token_ids)
@@ -238,7 +238,12 @@ def _sampling(args: argparse.Namespace) -> SamplingParams:
         raise CommandError(str(error)) from error
 
 
-def _prompt_ids(tokenizer: Any, prompt: str, raw: bool) -> list[int]:
+def prompt_token_ids(tokenizer: Any, prompt: str, raw: bool = False) -> list[int]:
+    """Token ids of a prompt, as a user's message in the chat template unless ``raw``.
+
+    Raises:
+        CommandError: there is no chat template.
+    """
     if raw:
         return tokenizer.encode(prompt)
     if not getattr(tokenizer, "chat_template", None):

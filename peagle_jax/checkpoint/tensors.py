@@ -32,22 +32,6 @@ class TensorSource(Protocol):
     def read(self, name: str) -> np.ndarray: ...
 
 
-class ArraySource:
-    """A TensorSource of arrays in memory."""
-
-    def __init__(self, arrays: Mapping[str, np.ndarray], place: str) -> None:
-        self.arrays, self.place = dict(arrays), place
-
-    def names(self) -> Iterable[str]:
-        return self.arrays.keys()
-
-    def shape(self, name: str) -> Shape:
-        return tuple(self.arrays[name].shape)
-
-    def read(self, name: str) -> np.ndarray:
-        return self.arrays[name]
-
-
 class Reader:
     """Takes tensors out of a source with their expected shapes, and remembers which."""
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-NEGATIVE = -1e30  # finite, so that a fully masked row yields zeros, never NaN
+NEGATIVE = -1e30  # finite, so that a fully masked row never yields NaN
 
 
 def grouped(q: Float[Array, "b t n h"], num_kv_heads: int) -> Float[Array, "b g rt h"]:
@@ -40,7 +40,7 @@ def cached_attention(
 ) -> Float[Array, "b t nh"]:
     """Softmax attention over cache slots < ``lengths`` and over own rows by ``own_mask``.
 
-    ``own_mask[b, i, j]``: row i sees row j. Returns float32 (B, T, N*H).
+    ``own_mask[b, i, j]``: row i sees row j, itself always. Returns float32 (B, T, N*H).
     """
     t, g = q.shape[1], k_new.shape[2]
     dtype = k_cache.dtype
@@ -53,8 +53,8 @@ def cached_attention(
     own = jnp.where(own_mask[:, None, None], own, NEGATIVE).reshape(*old.shape[:3], t)
 
     top = jnp.maximum(old.max(-1), own.max(-1))[..., None]
-    p_old = jnp.where(visible[:, None, None, :], jnp.exp(old - top), 0.0)
-    p_own = jnp.exp(own - top)
+    # A row sees itself, so ``top`` is a real score and a masked one becomes exactly 0.
+    p_old, p_own = jnp.exp(old - top), jnp.exp(own - top)
     total = p_old.sum(-1) + p_own.sum(-1)
     out = jnp.einsum("bgts,bgsh->bgth", p_old.astype(dtype), v_cache, preferred_element_type=jnp.float32)
     out += jnp.einsum(

@@ -28,6 +28,12 @@ class AcceptanceStatistics:
         for position in range(accepted):
             self.accepted_at[position] += 1
 
+    def merge(self, other: AcceptanceStatistics) -> None:
+        """Adds the rounds of another count of the same K."""
+        self.rounds += other.rounds
+        pairs = zip(self.accepted_at, other.accepted_at, strict=True)
+        self.accepted_at = [a + b for a, b in pairs]
+
     @property
     def mean_acceptance_length(self) -> float:
         """Tokens a round: 1 + accepted drafts / rounds; 1.0 before any round."""

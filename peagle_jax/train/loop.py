@@ -58,18 +58,23 @@ def acceptance_lengths(accuracy: list[float | None]) -> list[float]:
     return out
 
 
+def row_mesh(micro: int) -> Mesh | None:
+    """A mesh of all local devices where ``micro`` rows spread over them evenly, else None: one device."""
+    devices = jax.local_devices()
+    return Mesh(np.array(devices), ("data",)) if len(devices) > 1 and micro % len(devices) == 0 else None
+
+
 def place_batches(micro: int) -> Callable[[Batch], Batch]:
     """Splits a host batch into micro-batches of ``micro`` rows and puts it on the devices.
 
     Rows spread over all local devices where their number divides; the step then runs data-parallel.
     """
-    devices = jax.local_devices()
-    if len(devices) > 1 and micro % len(devices) == 0:
-        mesh = Mesh(np.array(devices), ("data",))
+    mesh = row_mesh(micro)
+    if mesh is not None:
         rows = NamedSharding(mesh, PartitionSpec(None, "data"))
         rollouts = NamedSharding(mesh, PartitionSpec(None, None, "data"))
     else:
-        rows = rollouts = jax.sharding.SingleDeviceSharding(devices[0])
+        rows = rollouts = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
     def split(x: np.ndarray, axis: int) -> np.ndarray:
         x = x.reshape(*x.shape[:axis], x.shape[axis] // micro, micro, *x.shape[axis + 1 :])
@@ -88,11 +93,9 @@ def place_batches(micro: int) -> Callable[[Batch], Batch]:
 
 def replicated(tree: Any, micro: int) -> Any:
     """The tree on every device that ``place_batches`` uses."""
-    devices = jax.local_devices()
-    if len(devices) > 1 and micro % len(devices) == 0:
-        mesh = Mesh(np.array(devices), ("data",))
-        return jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
-    return jax.device_put(tree, devices[0])
+    mesh = row_mesh(micro)
+    shared = jax.local_devices()[0] if mesh is None else NamedSharding(mesh, PartitionSpec())
+    return jax.device_put(tree, shared)
 
 
 @contextlib.contextmanager

@@ -50,17 +50,19 @@ def shifted(x: Array, by: int) -> Array:
     return jnp.pad(x[:, by:], ((0, 0), (0, by)) + ((0, 0),) * (x.ndim - 2))
 
 
-def supervised(batch: Batch) -> Array:
-    """Reference positions p that carry loss: x_{p+2} is flagged and p..p+2 are one document."""
-    flags = shifted(batch.loss_flags, 2).astype(bool)
+def supervised(batch: Batch, ahead: int = 2) -> Array:
+    """Positions p that carry loss: x_{p+ahead} is flagged and in p's document. A reference position
+    predicts the token two ahead; a later step of EAGLE-3's training-time test looks further."""
+    flags = shifted(batch.loss_flags, ahead).astype(bool)
     ids = batch.segment_ids
-    inside = (ids >= 0) & (shifted(ids + 1, 2) - 1 == ids)
+    inside = (ids >= 0) & (shifted(ids + 1, ahead) - 1 == ids)
     return flags & inside
 
 
-def _row_losses(
+def row_losses(
     params: DrafterParams, cfg: DrafterConfig, target_head: Array, hidden: Array, target_hidden: Array
 ) -> tuple[Array, Array]:
+    """KL to the target, and whether the best tokens agree, of rows (..., D) and their labels (..., D)."""
     target = vocabulary_product(target_hidden, target_head)
     draft = draft_logits(params, cfg, hidden)
     saved = params.lm_head.dtype
@@ -217,7 +219,7 @@ def peagle_loss(
             labels = jnp.concatenate([labels, row_labels], axis=1)
             real = jnp.concatenate([real, row_real], axis=1)
             depth = jnp.concatenate([depth, row_depth])
-        kl, correct = _row_losses(params, cfg, target_head, hidden, labels)
+        kl, correct = row_losses(params, cfg, target_head, hidden, labels)
         per_depth = jax.nn.one_hot(depth, depths)
 
         def by_depth(x: Array) -> Array:

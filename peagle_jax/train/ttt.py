@@ -13,11 +13,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from peagle_jax.config import DrafterConfig
-from peagle_jax.drafter.head import DrafterParams, draft_logits, fuse, run_head
+from peagle_jax.drafter.head import DrafterParams, fuse, run_head
 from peagle_jax.layers.attention import NEGATIVE, grouped, ungrouped
-from peagle_jax.layers.linear import vocabulary_product
-from peagle_jax.train.losses import Metrics, agrees, kl_divergence
-from peagle_jax.train.partition import Batch, shifted
+from peagle_jax.train.losses import Metrics
+from peagle_jax.train.partition import Batch, row_losses, shifted, supervised
 
 Rows = tuple[Array, Array]
 """Rotated keys and values of one layer at one step, (B, n, G, H) each."""
@@ -55,13 +54,6 @@ def unrolled_attention(
     return out
 
 
-def supervised_at(batch: Batch, step: int) -> Bool[Array, "b n"]:
-    """Positions p whose label token p + 2 + step is flagged and in the same document."""
-    flags = shifted(batch.loss_flags, 2 + step).astype(bool)
-    ids = batch.segment_ids
-    return flags & (ids >= 0) & (shifted(ids + 1, 2 + step) - 1 == ids)
-
-
 def eagle3_loss(
     params: DrafterParams,
     cfg: DrafterConfig,
@@ -91,11 +83,10 @@ def eagle3_loss(
         tokens = shifted(batch.tokens, 1 + step)
         attends = [attend_for(i) for i in range(cfg.num_layers)]
         hidden, rows = run_head(params, cfg, tokens, g, batch.positions + step, attends)
-        target = vocabulary_product(shifted(batch.target_hidden, 1 + step), target_head)
-        draft = draft_logits(params, cfg, hidden)
-        kl = kl_divergence(draft, jax.lax.stop_gradient(target), params.lm_head.dtype)
-        real = supervised_at(batch, step)
-        correct = (agrees(draft, target) & real).sum()
+        labels = shifted(batch.target_hidden, 1 + step)
+        kl, agreed = row_losses(params, cfg, target_head, hidden, labels)
+        real = supervised(batch, 2 + step)
+        correct = (agreed & real).sum()
         sums = (jnp.where(real, kl, 0.0).sum(), correct.astype(jnp.float32), real.sum().astype(jnp.float32))
         return hidden, rows, sums
 

@@ -11,6 +11,15 @@ def test_worked_example_with_the_bonus_token():
     assert counts.acceptance_per_position == pytest.approx([2 / 3, 2 / 3, 1 / 3])
 
 
+def test_merged_counts_are_those_of_all_rounds():
+    parts = [AcceptanceStatistics(3), AcceptanceStatistics(3)]
+    parts[0].add(0, 3)
+    for accepted in (2, 3):
+        parts[1].add(accepted, 3)
+    parts[0].merge(parts[1])
+    assert (parts[0].rounds, parts[0].accepted_at) == (3, [2, 2, 1])
+
+
 def test_plain_rounds_are_not_drafts():
     counts = AcceptanceStatistics(0)
     counts.add(0, 0)

@@ -24,8 +24,8 @@ from peagle_jax.drafter.head import DrafterParams
 from peagle_jax.speculative.decoder import Decoder
 
 DTYPES = ("auto", "float32", "bfloat16")
-EAGLE3_TOKENS = 5
-"""K of an EAGLE-3 head when none is asked for: it drafts one by one, so its training names no depth."""
+DEFAULT_TOKENS = 5
+"""K when none is asked for. A draft that far ahead is seldom right, and each costs a row to verify."""
 CPU_CONTEXT = 2048
 
 
@@ -132,7 +132,8 @@ def load(
         model: None is the embedded default.
         head: a folder or hub id; None is the shipped head if the model is the embedded default and
             no head otherwise.
-        num_speculative_tokens: None is what the head was trained for; 0 loads no head.
+        num_speculative_tokens: None is 5, or less where a P-EAGLE head was trained for less; 0 loads
+            no head.
         method: what the head must be; None accepts what it is.
 
     Raises:
@@ -160,7 +161,8 @@ def load(
     config, params = load_head(head, target.config, target.params, dtype=chosen)
     _check_method(config, method, head)
     if num_speculative_tokens is None:
-        num_speculative_tokens = EAGLE3_TOKENS if config.method == "eagle3" else config.num_depths
+        trained = DEFAULT_TOKENS if config.method == "eagle3" else config.num_depths
+        num_speculative_tokens = min(trained, DEFAULT_TOKENS)
     return Loaded(target, Head(config, params, head), num_speculative_tokens, chosen)
 
 

@@ -160,7 +160,7 @@ def build_parser() -> commands.Parser:
         "--num-speculative-tokens",
         type=int,
         metavar="K",
-        help="tokens drafted a round (default: what the head was trained for; 0: plain decoding)",
+        help="tokens drafted a round (default: 5, or what the head was trained for if less; 0: plain decoding)",
     )
     add("--max-tokens", type=int, metavar="N", help=f"new tokens at most (default: {DEFAULT_MAX_TOKENS})")
     add("--temperature", type=float, default=0.0, help="0 is greedy (default)")
@@ -229,7 +229,7 @@ def _sampling(args: argparse.Namespace) -> SamplingParams:
     try:
         return SamplingParams(
             temperature=args.temperature,
-            top_k=min(args.top_k, 2**31 - 1),
+            top_k=args.top_k,
             top_p=args.top_p,
             min_p=args.min_p,
             seed=args.seed,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 
 import jax
@@ -45,6 +46,12 @@ def test_the_embedded_model_has_its_own_head_at_its_trained_depth(loads):
     assert loaded.spec().num_speculative_tokens == 3
 
 
+def test_a_head_trained_deeper_still_drafts_five(loads, monkeypatch):
+    monkeypatch.setitem(HEADS, "parallel", dataclasses.replace(HEADS["parallel"], num_depths=8))
+    assert commands.load("m", "parallel", None).num_speculative_tokens == 5
+    assert commands.load("m", "parallel", 8).num_speculative_tokens == 8
+
+
 def test_another_model_has_no_head_unless_named(loads):
     assert commands.load("other", None, None).head is None
     assert commands.load("other", "parallel", 2).num_speculative_tokens == 2
@@ -65,7 +72,7 @@ def test_an_absent_shipped_head_is_said_and_decodes_plainly(loads, monkeypatch, 
 
 
 def test_a_sequential_head_has_a_default_and_no_limit(loads):
-    assert commands.load("m", "sequential", None).num_speculative_tokens == commands.EAGLE3_TOKENS
+    assert commands.load("m", "sequential", None).num_speculative_tokens == commands.DEFAULT_TOKENS
     assert commands.load("m", "sequential", 9).num_speculative_tokens == 9
 
 

@@ -95,6 +95,7 @@ class HeadFacts:
     norm_before_residual: bool
     norm_before_fc: bool
     needs_qk_norm: bool
+    by_speculators: bool
 
 
 def _nested(config: Config, section: str, key: str) -> Any:
@@ -168,6 +169,7 @@ def read_facts(config: Config, place: str) -> HeadFacts:
         norm_before_residual=norm_default if norm is None else bool(norm),
         norm_before_fc=bool(config.get("norm_before_fc")),
         needs_qk_norm=_is_qwen3(config, block, nested is not None),
+        by_speculators=nested is not None or kind is not None,
     )
 
 
@@ -234,7 +236,8 @@ def resolve_taps(
 
     Our own key holds boundaries. Other keys hold boundaries (vLLM, speculators) or zero-based
     layers whose output is meant, one less (SpecForge, NeMo); "auto" takes a first id of 1 for the
-    latter, as SGLang does. Without any key: the default of EAGLE-3 and vLLM, for three taps.
+    latter, as SGLang does, except in speculators' layout. Without any key: the default of EAGLE-3 and
+    vLLM, for three taps.
 
     Raises:
         CheckpointError: the count differs, an id is no boundary of this target, or there is no default.
@@ -255,7 +258,8 @@ def resolve_taps(
             raise CheckpointError(f"{place} names no tapped layers, and {error}") from error
         log.warning("%s names no tapped layers; using the default boundaries %s", place, taps)
         return taps
-    as_output = convention == "output" or (convention == "auto" and ids[0] == 1)
+    guessed = convention == "auto" and ids[0] == 1 and not facts.by_speculators
+    as_output = convention == "output" or guessed
     taps = ids
     if facts.own_taps is None and as_output:
         taps = tuple(i + 1 for i in ids)

@@ -12,9 +12,6 @@ from peagle_jax.serve.protocol import APIError, ChatRequest, CompletionRequest, 
 from peagle_jax.speculative.decoder import MAX_STOP_IDS
 from peagle_jax.speculative.sampling import SamplingParams
 
-GREEDY_BELOW = 1e-5
-"""Temperatures under this are greedy (vLLM's bound); dividing by them would overflow float32."""
-
 
 @dataclasses.dataclass(frozen=True)
 class SamplingDefaults:
@@ -159,11 +156,10 @@ class ServedModel:
             value = getattr(body, name)
             return getattr(self.defaults, name) if value is None else value
 
-        temperature = pick("temperature")
         try:
             return SamplingParams(
-                temperature=0.0 if temperature < GREEDY_BELOW else temperature,
-                top_k=min(max(pick("top_k"), 0), self.vocab_size),
+                temperature=pick("temperature"),
+                top_k=pick("top_k"),
                 top_p=pick("top_p"),
                 min_p=pick("min_p"),
                 seed=self._seeds.getrandbits(63) if body.seed is None else body.seed,

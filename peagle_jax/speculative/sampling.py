@@ -20,10 +20,17 @@ from jaxtyping import Array, Float, Int
 
 from peagle_jax.layers.attention import NEGATIVE
 
+GREEDY_BELOW = 1e-5
+"""Temperatures under this are greedy (vLLM's bound); dividing by them would overflow float32."""
+
+LARGEST_TOP_K = 2**31 - 1
+
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
     """One request's sampling (vLLM's names). Temperature 0 is greedy; top_k 0 or -1 is off.
+
+    A temperature under ``GREEDY_BELOW`` becomes 0, a top_k that int32 cannot hold the largest one.
 
     Raises:
         ValueError: a value is out of its range.
@@ -45,6 +52,8 @@ class SamplingParams:
         check(0 < self.top_p <= 1, "top_p", "in (0, 1]")
         check(0 <= self.min_p <= 1, "min_p", "in [0, 1]")
         check(-(2**63) <= self.seed < 2**64, "seed", "a 64-bit integer")
+        object.__setattr__(self, "temperature", 0.0 if self.temperature < GREEDY_BELOW else self.temperature)
+        object.__setattr__(self, "top_k", min(self.top_k, LARGEST_TOP_K))
 
 
 @struct.dataclass

@@ -60,7 +60,8 @@ class Chunk:
 class RoundOutput:
     """One round (or a prefill, with K+1 columns too): new tokens, how many are real, drafts accepted.
 
-    ``drafted`` is 0 for a prefill's token and for sequences that were not running.
+    ``drafted`` is 0 for a prefill's token and for sequences that were not running. ``accepted``
+    counts every draft that agreed, also past a stop id or the limit that cut ``count``, as vLLM does.
     """
 
     tokens: Array  # int32 (B, K+1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,28 +21,41 @@ VALIDATION_EPOCH = 2**31  # keys of held-out rollouts; no training epoch has thi
 
 
 class RowStore:
-    """The rows of one split, memory-mapped, with the features of chosen taps.
+    """The rows of one split of some folders, memory-mapped, with the features of chosen taps.
 
-    Raises TrainError: no such split, a shard is missing, or a tap was not stored.
+    ``on_prompts`` flags every real token of a row as supervised.
+
+    Raises TrainError: a shard is missing, a tap was not stored, or the folders do not go together.
     """
 
-    def __init__(self, folder: str | Path, split: str, taps: tuple[int, ...]):
-        folder = Path(folder)
-        manifest = features.read_manifest(folder)
-        stored = manifest["taps"]
-        absent = [t for t in taps if t not in stored]
-        if absent:
-            raise TrainError(
-                f"{folder} holds features of taps {stored}, not of {absent}; compute them again with "
-                f"features.taps {sorted({*stored, *absent})}"
-            )
-        self.row_length: int = manifest["row_length"]
-        self.width: int = manifest["hidden_size"]
-        self.columns = [stored.index(t) for t in taps]
-        self.shards = [
-            features.read_shard(folder, features.shard_name(split, i), manifest["dtype"])
-            for i in range(len(manifest["shards"][split]))
-        ]
+    def __init__(
+        self, folders: Sequence[str | Path], split: str, taps: tuple[int, ...], on_prompts: bool = False
+    ):
+        self.on_prompts = on_prompts
+        self.shards: list[dict[str, np.ndarray]] = []
+        self.columns: list[list[int]] = []  # of each shard
+        first = features.read_manifest(Path(folders[0]))
+        self.row_length: int = first["row_length"]
+        self.width: int = first["hidden_size"]
+        for folder in map(Path, folders):
+            manifest = features.read_manifest(folder)
+            for key in ("target", "weights", "dtype", "row_length"):
+                if manifest[key] != first[key]:
+                    raise TrainError(
+                        f"{folder} and {folders[0]} differ in {key}: {manifest[key]} and {first[key]}; "
+                        "folders of one run hold rows of one length, by one target"
+                    )
+            stored = manifest["taps"]
+            absent = [t for t in taps if t not in stored]
+            if absent:
+                raise TrainError(
+                    f"{folder} holds features of taps {stored}, not of {absent}; compute them again with "
+                    f"features.taps {sorted({*stored, *absent})}"
+                )
+            for i in range(len(manifest["shards"][split])):
+                name = features.shard_name(split, i)
+                self.shards.append(features.read_shard(folder, name, manifest["dtype"]))
+                self.columns.append([stored.index(t) for t in taps])
         self.starts = np.cumsum([0, *(len(s["tokens"]) for s in self.shards)])
 
     def __len__(self) -> int:
@@ -63,9 +76,11 @@ class RowStore:
         parts = []
         for s, i in places:
             row = self.shards[s]["features"][i - self.starts[s]]
-            wide = [row[:, c * self.width : (c + 1) * self.width] for c in self.columns]
+            wide = [row[:, c * self.width : (c + 1) * self.width] for c in self.columns[s]]
             parts.append(np.concatenate(wide, -1))
         out["features"] = np.stack(parts)
+        if self.on_prompts:
+            out["flags"] = (out["segment_ids"] >= 0).astype(out["flags"].dtype)
         return out
 
 

@@ -253,10 +253,12 @@ def compute_folder(
     shard_rows: int,
     advance: Callable[[int], None] = lambda tokens: None,
 ) -> int:
-    """Computes every shard that is not there yet; returns how many were. Several processes may
-    work on one folder; a killed one leaves a hidden .part folder behind, which nothing reads.
+    """Computes every shard that is not there yet, and compares the others with their checksums;
+    returns how many were computed. Several processes may work on one folder; a killed one leaves a
+    hidden .part folder behind, which nothing reads.
 
-    Raises TrainError: the folder belongs to another identity, or the disk is too small.
+    Raises TrainError: the folder belongs to another identity, a shard is damaged, or the disk is
+    too small.
     """
     plan = {name: shard_plan(len(splits[name]), shard_rows) for name in SPLITS}
     open_folder(folder, identity, plan)
@@ -275,6 +277,7 @@ def compute_folder(
     for split in SPLITS:
         for i, count in enumerate(plan[split]):
             if (folder / shard_name(split, i)).is_dir():
+                verify_shard(folder, shard_name(split, i))
                 advance(count * identity.row_length)
                 continue
             rows = splits[split][i * shard_rows : i * shard_rows + count]

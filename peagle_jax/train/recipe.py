@@ -31,9 +31,11 @@ class DataRecipe:
 
 @dataclasses.dataclass(frozen=True)
 class FeaturesRecipe:
-    """Stored features of packed rows. ``taps`` may be a superset of the head's."""
+    """Stored features of packed rows. ``taps`` may be a superset of the head's. ``also`` names
+    folders that other recipes filled for the same target; their rows are trained on too."""
 
     folder: str = "features"
+    also: tuple[str, ...] = ()
     taps: tuple[int, ...] = ()
     row_length: int = 512
     batch_rows: int = 8
@@ -65,7 +67,10 @@ class HeadRecipe:
 
 @dataclasses.dataclass(frozen=True)
 class InitRecipe:
-    """Where weights start: the target's last layers, a saved head, or random."""
+    """Where weights start: the target's last layers, a saved head, or random.
+
+    A saved head keeps its draft vocabulary and its mask token.
+    """
 
     source: Literal["target", "random", "head"] = "target"
     head: str | None = None
@@ -107,10 +112,12 @@ class OptimizerRecipe:
 
 @dataclasses.dataclass(frozen=True)
 class LossRecipe:
-    """``depth_weights`` scales the loss of each depth (empty: all 1). ``ttt_steps`` and
-    ``ttt_decay`` belong to method eagle3."""
+    """``depth_weights`` scales the loss of each depth (empty: all 1). ``on_prompts`` trains on every
+    token, not on answers alone: more text from the same features. Held-out figures are of answers.
+    ``ttt_steps`` and ``ttt_decay`` belong to method eagle3."""
 
     depth_weights: tuple[float, ...] = ()
+    on_prompts: bool = False
     ttt_steps: int = 7
     ttt_decay: float = 0.8
 

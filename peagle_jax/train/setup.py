@@ -128,9 +128,7 @@ def drafter_config(recipe: Recipe, target: LoadedTarget, mask_token: int | None)
 
 
 def _check_store(recipe: Recipe, target: LoadedTarget, manifest: dict[str, Any]) -> None:
-    compute = target.params
-    found, expected = manifest["weights"], features.weights_digest(compute)
-    if found != expected:
+    if manifest["weights"] != features.weights_digest(target.params):
         raise TrainError(
             f"{recipe.features.folder} holds features of {manifest['target']} with other weights than "
             f"{target.name} in {manifest['dtype']}; compute them again or name that target"
@@ -157,45 +155,45 @@ def _target_loss(target: LoadedTarget, rows: dict[str, np.ndarray]) -> float:
     return float((jax.nn.logsumexp(logits, -1) - chosen).mean())
 
 
-def _initial_params(
-    recipe: Recipe, target: LoadedTarget, cfg: DrafterConfig, draft_ids: np.ndarray | None, mean: np.ndarray
+def _saved_head(recipe: Recipe, target: LoadedTarget) -> tuple[DrafterConfig, DrafterParams] | None:
+    """The head to go on from, if any. Raises TrainError: it is of another method."""
+    if recipe.init.source != "head":
+        return None
+    cfg, params = load_head(str(recipe.init.head), target.config, target.params, dtype=jnp.float32)
+    if cfg.method != recipe.method:
+        raise TrainError(
+            f"init.head {recipe.init.head} is a head of method {cfg.method}, not {recipe.method}"
+        )
+    return cfg, params
+
+
+def _continued(
+    recipe: Recipe, cfg: DrafterConfig, found: DrafterConfig, params: DrafterParams
 ) -> DrafterParams:
-    if recipe.init.source == "target":
-        noise = recipe.init.embedding_noise
-        return warm_start.from_target(cfg, target.config, target.params, draft_ids, mean, noise, recipe.seed)
-    if recipe.init.source == "random":
-        return warm_start.at_random(cfg, target.params, draft_ids, recipe.seed)
-    found, params = load_head(str(recipe.init.head), target.config, target.params, dtype=jnp.float32)
-    if dataclasses.replace(found, num_depths=cfg.num_depths, max_position=cfg.max_position) != cfg:
-        fields = [
-            f.name
-            for f in dataclasses.fields(cfg)
-            if f.name not in ("num_depths", "max_position") and getattr(found, f.name) != getattr(cfg, f.name)
-        ]
-        raise TrainError(
-            f"init.head {recipe.init.head} differs from the recipe in {fields[0]}: "
-            f"{getattr(found, fields[0])}, not {getattr(cfg, fields[0])}"
-        )
-    ids = None if params.draft_to_target is None else np.asarray(params.draft_to_target)
-    if (ids is None) != (draft_ids is None) or (ids is not None and not np.array_equal(ids, draft_ids)):
-        raise TrainError(
-            f"init.head {recipe.init.head} has another draft vocabulary than this recipe's data give"
-        )
+    """Weights of a saved head as a start. Raises TrainError: its shape is not the recipe's."""
+    for field in dataclasses.fields(cfg):
+        own, wanted = getattr(found, field.name), getattr(cfg, field.name)
+        if field.name not in ("num_depths", "max_position") and own != wanted:
+            raise TrainError(
+                f"init.head {recipe.init.head} differs from the recipe in {field.name}: {own}, not {wanted}"
+            )
     params = params.replace(embed=None, draft_to_target=None)
     return jax.tree.map(lambda w: w.astype(jnp.float32), params)
 
 
 def build(recipe: Recipe) -> Setup:
     """Loads and checks everything. Raises TrainError, CheckpointError, ConfigError, VocabularyError."""
-    manifest = features.read_manifest(Path(recipe.features.folder))
+    folders = (recipe.features.folder, *recipe.features.also)
+    manifests = [features.read_manifest(Path(folder)) for folder in folders]
+    manifest = manifests[0]
     dtype = jnp.dtype(manifest["dtype"])
     target = load_target(recipe.target, dtype=dtype, tokenizer=recipe.tokenizer)
     _check_store(recipe, target, manifest)
     taps = recipe.head.taps or default_taps(target.config.num_layers)
-    train = RowStore(recipe.features.folder, "train", taps)
+    train = RowStore(folders, "train", taps, recipe.loss.on_prompts)
     if not len(train):
         raise TrainError(f"{recipe.features.folder} holds no training row")
-    heldout = RowStore(recipe.features.folder, "heldout", taps)
+    heldout = RowStore(folders, "heldout", taps)
 
     tokens, flags, ids = (train.array(key) for key in ("tokens", "flags", "segment_ids"))
     vocab = target.config.vocab_size
@@ -204,7 +202,10 @@ def build(recipe: Recipe) -> Setup:
     reserved, special = template_ids(target.tokenizer)
     reserved |= set(target.config.eos_token_ids)
 
+    saved = _saved_head(recipe, target)
     mask_token = recipe.head.mask_token_id
+    if mask_token is None and saved is not None:
+        mask_token = saved[0].mask_token_id
     if recipe.method == "eagle3":
         mask_token = None
     elif mask_token is None:
@@ -213,7 +214,9 @@ def build(recipe: Recipe) -> Setup:
         check_mask_token(mask_token, counts, reserved)
     cfg = drafter_config(recipe, target, mask_token)
     draft_ids = None
-    if cfg.draft_vocab_size < vocab:
+    if saved is not None:
+        draft_ids = None if saved[1].draft_to_target is None else np.asarray(saved[1].draft_to_target)
+    elif cfg.draft_vocab_size < vocab:
         required = {i for i in reserved if i < vocab} | {i for i in special if i < vocab and supervised[i]}
         draft_ids = choose_draft_ids(supervised, cfg.draft_vocab_size, required)
 
@@ -225,7 +228,15 @@ def build(recipe: Recipe) -> Setup:
             f"the target's own loss on the stored rows is {loss:.2f} nats, no better than chance "
             f"({np.log(vocab):.2f}); the stored states do not belong to this target"
         )
-    params = _initial_params(recipe, target, cfg, draft_ids, mean)
+    if saved is not None:
+        params = _continued(recipe, cfg, *saved)
+    elif recipe.init.source == "random":
+        params = warm_start.at_random(cfg, target.params, draft_ids, recipe.seed)
+    else:
+        noise = recipe.init.embedding_noise
+        params = warm_start.from_target(
+            cfg, target.config, target.params, draft_ids, mean, noise, recipe.seed
+        )
     frozen = Frozen(
         embed=target.params.embed.astype(dtype),
         target_head=warm_start.target_rows(target.params, draft_ids).astype(dtype),
@@ -252,7 +263,9 @@ def build(recipe: Recipe) -> Setup:
         )
     identity = {
         "method": recipe.method,
-        "features": {k: manifest[k] for k in ("data", "weights", "dtype")},
+        "features": {k: manifest[k] for k in ("weights", "dtype")},
+        "data": [m["data"] for m in manifests],
+        "on_prompts": recipe.loss.on_prompts,
         "head": dataclasses.asdict(cfg),
         "draft_ids": zlib.crc32(draft_ids.tobytes()) if draft_ids is not None else None,
         "cod": None if options is None else dataclasses.asdict(options),

@@ -114,6 +114,11 @@ def test_our_own_taps_are_boundaries_whatever_they_start_with(tmp_path):
     assert saved_head(tmp_path / "head", taps=(1, 3, 5)).load(convention="output")[0].taps == (1, 3, 5)
 
 
+def test_speculators_ids_are_boundaries_whatever_they_start_with(tmp_path):
+    saved = saved_head(tmp_path / "head", taps=(1, 3, 5)).edit(to_speculators)
+    assert saved.load()[0].taps == (1, 3, 5)
+
+
 @pytest.mark.parametrize("ids", [None, [], MISSING])
 def test_unnamed_taps_are_the_default_and_said(tmp_path, caplog, ids):
     deep = dataclasses.replace(TARGET, num_layers=9)

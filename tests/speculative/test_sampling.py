@@ -127,3 +127,12 @@ def test_top_k_of_one_is_greedy_at_any_temperature():
 def test_values_out_of_range_are_refused_by_name(values):
     with pytest.raises(ValueError, match=next(iter(values))):
         SamplingParams(**values)
+
+
+def test_values_that_the_arrays_cannot_hold_become_the_nearest_meaning():
+    assert SamplingParams(temperature=1e-40).temperature == 0.0
+    assert SamplingParams(temperature=1e-5).temperature == 1e-5
+    state = sampling_state([SamplingParams(temperature=1.0, top_k=2**40)])
+    assert state.top_k[0] == 2**31 - 1
+    logits = jax.random.normal(jax.random.key(0), (1, 1, 11))
+    assert (filter_logits(logits, state) == logits).all()

@@ -9,6 +9,7 @@ from peagle_jax.train.cod import (
     sample_rollouts,
     supervised_positions,
 )
+from peagle_jax.train.partition import Batch, supervised
 
 
 def row(n=97, documents=(40, 31, 17), prompt=7, seed=0):
@@ -35,6 +36,16 @@ def test_supervised_positions_predict_two_ahead_within_a_document():
     segments = np.array([0] * 7 + [1] * 3 + [-1])
     valid = supervised_positions(flags, segments)
     assert np.flatnonzero(valid).tolist() == [2, 3, 4, 7]  # labels 4, 5, 6 and 9
+
+
+def test_the_loader_and_the_loss_agree_on_what_is_supervised():
+    rows = [
+        row(seed=seed, documents=sizes) for seed, sizes in enumerate([(40, 31, 17), (1, 2, 3, 90), (97,)])
+    ]
+    flags, segments = (np.stack(part) for part in zip(*rows, strict=True))
+    nothing = np.zeros((1, 3, 0), np.int32)
+    batch = Batch(segments, segments, segments, flags, segments, segments, nothing, nothing)
+    np.testing.assert_array_equal(supervised(batch), supervised_positions(flags, segments))
 
 
 def test_paper_example_counts():

@@ -3,6 +3,7 @@ import threading
 import numpy as np
 import pytest
 
+from peagle_jax.train import prepare
 from peagle_jax.train.cod import CodOptions
 from peagle_jax.train.data import (
     Prefetched,
@@ -20,15 +21,15 @@ OPTIONS = CodOptions(num_depths=4, ratio=0.7, segments=2)
 
 
 def test_taps_are_selected_in_the_heads_order(prepared):
-    stored = RowStore(prepared / "features", "train", (1, 3, 4, 5))
-    chosen = RowStore(prepared / "features", "train", (5, 1))
+    stored = RowStore([prepared / "features"], "train", (1, 3, 4, 5))
+    chosen = RowStore([prepared / "features"], "train", (5, 1))
     whole, part = stored.rows(np.array([2, 9])), chosen.rows(np.array([2, 9]))
     np.testing.assert_array_equal(part["features"], whole["features"][..., [*range(36, 48), *range(12)]])
     np.testing.assert_array_equal(part["hidden"], whole["hidden"])
 
 
 def test_rows_are_found_across_shards(prepared):
-    store = RowStore(prepared / "features", "train", (1,))
+    store = RowStore([prepared / "features"], "train", (1,))
     assert len(store.shards) > 1
     everything = store.array("tokens")
     indices = np.arange(len(store))[::-1]
@@ -37,7 +38,34 @@ def test_rows_are_found_across_shards(prepared):
 
 def test_a_tap_that_was_not_stored_is_named(prepared):
     with pytest.raises(TrainError, match=r"taps \[1, 3, 4, 5\], not of \[2\]"):
-        RowStore(prepared / "features", "train", (1, 2))
+        RowStore([prepared / "features"], "train", (1, 2))
+
+
+def test_rows_of_several_folders_follow_each_other(prepared, tmp_path, console):
+    more = tiny_run.recipe(
+        prepared, features={"folder": str(tmp_path / "more"), "taps": [3, 1]}, data={"heldout": 0.5}
+    )
+    prepare.compute_features(more, console)
+    both = RowStore([prepared / "features", tmp_path / "more"], "train", (1, 3))
+    first, second = (RowStore([f], "train", (1, 3)) for f in (prepared / "features", tmp_path / "more"))
+    assert len(both) == len(first) + len(second)
+    found = both.rows(np.array([1, len(first) + 2]))
+    np.testing.assert_array_equal(found["features"][0], first.rows(np.array([1]))["features"][0])
+    np.testing.assert_array_equal(found["features"][1], second.rows(np.array([2]))["features"][0])
+
+
+def test_folders_that_do_not_go_together_are_refused(prepared, tmp_path, console):
+    other = tiny_run.recipe(prepared, features={"folder": str(tmp_path / "more"), "row_length": 40})
+    prepare.compute_features(other, console)
+    with pytest.raises(TrainError, match="differ in row_length: 40 and 32"):
+        RowStore([prepared / "features", tmp_path / "more"], "train", (1,))
+
+
+def test_prompts_carry_loss_on_request(prepared):
+    plain, all_tokens = (RowStore([prepared / "features"], "train", (1,), on) for on in (False, True))
+    rows, more = plain.rows(np.array([3])), all_tokens.rows(np.array([3]))
+    assert 0 < rows["flags"].sum() < more["flags"].sum() == (rows["segment_ids"] >= 0).sum()
+    np.testing.assert_array_equal(plain.array("flags"), all_tokens.array("flags"))
 
 
 def test_steps_cover_every_row_once_an_epoch():
@@ -53,7 +81,7 @@ def equal(a, b):
 
 
 def test_batches_depend_on_the_step_and_not_on_where_a_run_began(prepared):
-    store = RowStore(prepared / "features", "train", (1, 3, 5))
+    store = RowStore([prepared / "features"], "train", (1, 3, 5))
     straight, later = training_batches(store, 0, 3, 7, OPTIONS), training_batches(store, 4, 3, 7, OPTIONS)
     first = [next(straight) for _ in range(7)]
     for step in range(4, 7):
@@ -62,14 +90,14 @@ def test_batches_depend_on_the_step_and_not_on_where_a_run_began(prepared):
 
 
 def test_the_same_row_has_other_rollouts_in_another_epoch(prepared):
-    store = RowStore(prepared / "features", "train", (1,))
+    store = RowStore([prepared / "features"], "train", (1,))
     batches = [make_batch(store, np.array([0]), [(0, epoch, 0)], OPTIONS) for epoch in (0, 1)]
     assert (batches[0].tokens == batches[1].tokens).all()
     assert not np.array_equal(batches[0].anchors, batches[1].anchors)
 
 
 def test_validation_is_the_same_every_time(prepared):
-    store = RowStore(prepared / "features", "train", (1,))
+    store = RowStore([prepared / "features"], "train", (1,))
     first, second = (list(validation_batches(store, 7, 3, 0, OPTIONS)) for _ in range(2))
     assert len(first) == 2
     assert all(equal(a, b) for a, b in zip(first, second, strict=True))
@@ -77,7 +105,7 @@ def test_validation_is_the_same_every_time(prepared):
 
 
 def test_eagle3_batches_have_no_rollouts(prepared):
-    store = RowStore(prepared / "features", "train", (1,))
+    store = RowStore([prepared / "features"], "train", (1,))
     batch = make_batch(store, np.array([0, 1]), [(0, 0, 0), (0, 0, 1)], None)
     assert batch.anchors.shape == batch.lengths.shape == (1, 2, 0)
 

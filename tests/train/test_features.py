@@ -39,7 +39,7 @@ def plain_features(params, tokens, taps):
 
 
 def test_stored_rows_equal_each_document_run_alone(prepared, tiny_target):
-    store = RowStore(prepared / "features", "train", (1, 3, 4, 5))
+    store = RowStore([prepared / "features"], "train", (1, 3, 4, 5))
     compared = 0
     for i in range(3):
         row = {k: v[0] for k, v in store.rows(np.array([i])).items()}
@@ -144,6 +144,15 @@ def test_bfloat16_survives_storage(tmp_path):
     assert read["features"].dtype == ml_dtypes.bfloat16
     assert (read["features"] == values).all()
     features.verify_shard(tmp_path, "train-00000")
+
+
+def test_a_second_run_compares_what_is_there_with_its_checksums(prepared, console):
+    path = prepared / "features" / "train-00001" / "tokens.npy"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(TrainError, match=r"train-00001/tokens.npy has a wrong checksum; delete"):
+        prepare.compute_features(tiny_run.recipe(prepared), console)
 
 
 def test_damage_is_named(tmp_path, prepared):

@@ -10,6 +10,7 @@ import pytest
 from peagle_jax.checkpoint.head import load_head
 from peagle_jax.train import loop
 from peagle_jax.train.loop import MetricsLog, acceptance_lengths, ratios, total_steps, train
+from peagle_jax.train.prepare import compute_features
 from peagle_jax.train.recipe import TrainError
 from tests.tiny import TARGET
 from tests.train import tiny_run
@@ -143,6 +144,23 @@ def test_a_saved_head_can_be_trained_on(prepared, console):
         train(
             tiny_run.recipe(prepared, output=str(prepared / "x"), init=init, head={"num_layers": 2}), console
         )
+
+
+def test_a_saved_head_keeps_its_vocabulary_on_other_data(prepared, tiny_target, conversations, console):
+    folder = train(tiny_run.recipe(prepared, optimizer={"steps": 1}), console)
+    tiny_run.write_data(prepared / "few.jsonl", conversations[:8])
+    changes = {
+        "data": {"files": [str(prepared / "few.jsonl")]},
+        "features": {"folder": str(prepared / "few"), "also": [str(prepared / "features")]},
+        "init": {"source": "head", "head": str(folder)},
+        "output": str(prepared / "more"),
+        "optimizer": {"steps": 1},
+    }
+    recipe = tiny_run.recipe(prepared, **changes)
+    compute_features(recipe, console)
+    more = train(recipe, console)
+    first, second = (load_head(str(f), TARGET, tiny_target.params)[1] for f in (folder, more))
+    np.testing.assert_array_equal(first.draft_to_target, second.draft_to_target)
 
 
 def test_a_frozen_output_table_stays_the_targets(prepared, tiny_target, console):

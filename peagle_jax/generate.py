@@ -160,7 +160,7 @@ def build_parser() -> commands.Parser:
         "--num-speculative-tokens",
         type=int,
         metavar="K",
-        help="tokens drafted a round (default: 5, or what the head was trained for if less; 0: plain decoding)",
+        help="tokens drafted a round (default: 5, or what the head was trained for; 0: plain decoding)",
     )
     add("--max-tokens", type=int, metavar="N", help=f"new tokens at most (default: {DEFAULT_MAX_TOKENS})")
     add("--temperature", type=float, default=0.0, help="0 is greedy (default)")

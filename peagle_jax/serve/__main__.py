@@ -34,7 +34,7 @@ examples:
 keys of --speculative-config (all optional; null switches speculation off):
   method                  peagle, p_eagle or eagle3 (default: what the head is)
   model                   the head, a folder or a hub id (default: the embedded model's own head)
-  num_speculative_tokens  drafted a round (default: 5, or what the head was trained for if less; 0: off)
+  num_speculative_tokens  drafted a round (default: 5, or what the head was trained for; 0: off)
   parallel_drafting       true: P-EAGLE, false: EAGLE-3 (eagle3 with true is how vLLM writes P-EAGLE)
 """
 

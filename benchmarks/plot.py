@@ -1,0 +1,84 @@
+"""The picture of a result of decode.py: tokens/s of each method, and how deep drafts are accepted.
+
+    python benchmarks/plot.py benchmarks/results/decode-cpu.json benchmarks/results/decode-cpu.svg
+
+matplotlib draws it (extra ``bench``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("svg")
+from matplotlib import pyplot as plt
+
+COLOURS = ("#9aa5b1", "#2563eb", "#d97706", "#059669", "#be185d")
+PLAIN = "plain"
+
+
+def draw_speed(axes: Any, sets: dict[str, Any], methods: list[str]) -> None:
+    """Grouped bars: one group a prompt set, one bar a method, labelled with its ratio to plain decode."""
+    width = 0.8 / len(methods)
+    for i, method in enumerate(methods):
+        rates = [s[method]["tokens_per_second"] for s in sets.values()]
+        at = [group + (i - (len(methods) - 1) / 2) * width for group in range(len(sets))]
+        bars = axes.bar(at, rates, width * 0.92, color=COLOURS[i % len(COLOURS)], label=method)
+        ratios = [s[method]["speedup"] for s in sets.values()]
+        labels = [f"{r:.0f}" if method == PLAIN else f"{r:.0f}\n{x:.2f}x" for r, x in zip(rates, ratios)]
+        axes.bar_label(bars, labels, fontsize=8, padding=2)
+    axes.set_xticks(range(len(sets)), [f"{name} ({s['prompts']})" for name, s in sets.items()])
+    axes.set_ylabel("tokens/s, batch 1, greedy")
+    axes.margins(y=0.22)
+    axes.legend(frameon=False, fontsize=8, loc="upper left")
+
+
+def draw_acceptance(axes: Any, sets: dict[str, Any], methods: list[str]) -> None:
+    """A line a set and method: the share of rounds that accept at least j drafts."""
+    for i, (name, result) in enumerate(sets.items()):
+        for j, method in enumerate(m for m in methods if m != PLAIN):
+            shares = result[method]["acceptance_per_position"]
+            length = result[method]["mean_acceptance_length"]
+            axes.plot(
+                range(1, len(shares) + 1),
+                shares,
+                marker="os^v"[i % 4],
+                linestyle=("-", "--", ":")[i % 3],
+                color=COLOURS[1 + j % (len(COLOURS) - 1)],
+                label=f"{name}, {method}: {length:.2f} tokens a round",
+            )
+    axes.set_xlabel("draft position")
+    axes.set_ylabel("share of rounds that accept it")
+    axes.set_ylim(0, 1)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.legend(frameon=False, fontsize=8)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("result", type=Path, help="the JSON of decode.py")
+    parser.add_argument("picture", type=Path, help="the .svg or .png to write")
+    args = parser.parse_args()
+    report = json.loads(args.result.read_text())
+    sets = report["sets"]
+    methods = [key for key in next(iter(sets.values())) if key != "prompts"]
+    figure, axes = plt.subplots(1, 2, figsize=(9.5, 3.6), layout="constrained")
+    draw_speed(axes[0], sets, methods)
+    draw_acceptance(axes[1], sets, methods)
+    for part in axes:
+        part.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(f"SmolLM2-135M-Instruct, {report['dtype']}, {report['cores']} CPU cores", fontsize=10)
+    plt.rcParams["svg.hashsalt"] = "peagle_jax"  # equal input, equal file
+    figure.savefig(args.picture, metadata={"Date": None} if args.picture.suffix == ".svg" else None)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

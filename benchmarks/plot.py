@@ -29,8 +29,10 @@ def draw_speed(axes: Any, sets: dict[str, Any], methods: list[str]) -> None:
         rates = [s[method]["tokens_per_second"] for s in sets.values()]
         at = [group + (i - (len(methods) - 1) / 2) * width for group in range(len(sets))]
         bars = axes.bar(at, rates, width * 0.92, color=COLOURS[i % len(COLOURS)], label=method)
-        ratios = [s[method]["speedup"] for s in sets.values()]
-        labels = [f"{r:.0f}" if method == PLAIN else f"{r:.0f}\n{x:.2f}x" for r, x in zip(rates, ratios)]
+        labels = [f"{rate:.0f}" for rate in rates]
+        if method != PLAIN:
+            ratios = [s[method]["speedup"] for s in sets.values()]
+            labels = [f"{label}\n{ratio:.2f}x" for label, ratio in zip(labels, ratios, strict=True)]
         axes.bar_label(bars, labels, fontsize=8, padding=2)
     axes.set_xticks(range(len(sets)), [f"{name} ({s['prompts']})" for name, s in sets.items()])
     axes.set_ylabel("tokens/s, batch 1, greedy")

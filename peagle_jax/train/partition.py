@@ -52,7 +52,11 @@ def shifted(x: Array, by: int) -> Array:
 
 def supervised(batch: Batch, ahead: int = 2) -> Array:
     """Positions p that carry loss: x_{p+ahead} is flagged and in p's document. A reference position
-    predicts the token two ahead; a later step of EAGLE-3's training-time test looks further."""
+    predicts the token two ahead; a later step of EAGLE-3's training-time test looks further.
+
+    speculators asks that x_{p+1}, the row's own token, is flagged. That differs at an answer's two
+    ends: it leaves out the row that predicts the first token, and adds one past the closing token.
+    """
     flags = shifted(batch.loss_flags, ahead).astype(bool)
     ids = batch.segment_ids
     inside = (ids >= 0) & (shifted(ids + 1, ahead) - 1 == ids)

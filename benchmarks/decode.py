@@ -110,11 +110,13 @@ def main() -> int:
 
     loaded = commands.load(None, None, 0, dtype=args.dtype)
     methods = [Method("plain", loaded, args.max_model_len)]
-    for head in args.head or [None]:
+    heads = args.head or [None]
+    for head in heads:
         for k in args.num_speculative_tokens or [5]:
             loaded = commands.load(None, head, k, dtype=args.dtype)
             kind = loaded.head.config.method if loaded.head else "plain"
-            methods.append(Method(f"{kind} K={k}", loaded, args.max_model_len))
+            name = f"{kind} K={k}" + (f" {Path(head).name}" if head and len(heads) > 1 else "")
+            methods.append(Method(name, loaded, args.max_model_len))
     report: dict[str, Any] = {
         **describe_machine(("jax", "jaxlib", "numpy")),
         "dtype": loaded.dtype.name,

@@ -160,7 +160,7 @@ def main() -> int:
     add("--sequential", action="store_true", help="the head is EAGLE-3: draft one token a pass")
     add("--prompts", required=True, help="JSONL with turns (MT-Bench) or prompt (HumanEval); may be .gz")
     add("--limit", type=int, default=20, help="take the first N prompts")
-    add("--max-tokens", type=int, default=256)
+    add("--max-tokens", type=int, default=128)
     add("--max-model-len", type=int, default=2048)
     add("--dtype", default="bfloat16")
     add("--raw", action="store_true", help="the prompt as it is, without the chat template")

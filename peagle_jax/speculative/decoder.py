@@ -205,6 +205,20 @@ class Decoder:
 
     # -- running -----------------------------------------------------------------------------
 
+    def replace_head(self, params: DrafterParams) -> None:
+        """Drafts with other weights of the same head from now on; compiled programs stay in use.
+
+        Raises:
+            ValueError: there is no head, or the new one has other arrays, shapes or dtypes.
+        """
+        target, head = self._params
+        kinds = [jax.tree.map(lambda w: (w.shape, w.dtype), tree) for tree in (head, params)]
+        if head is None or kinds[0] != kinds[1]:
+            raise ValueError(
+                "the new weights are not of this decoder's head: arrays, shapes or dtypes differ"
+            )
+        self._params = target, jax.device_put(params, next(iter(target.embed.devices())))
+
     def _dispatch(self, state: DecodeState, chunk: Chunk | None) -> tuple[DecodeState, RoundOutput]:
         return self._step(self._params, state, chunk)
 

@@ -1,7 +1,11 @@
-"""Orbax checkpoints of a run: weights, moments, step and what the run is."""
+"""Orbax checkpoints of a run: weights, moments, step, how far it has come, and what the run is."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,43 +23,109 @@ def _plain(value: Any) -> Any:
     return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
 
 
+@dataclasses.dataclass
+class Progress:
+    """What a run knows besides its state. ``worse`` counts validations since the best one; ``results``
+    are the last validation's; ``window`` is the part of a log line that is not written yet."""
+
+    best_step: int | None = None
+    best_loss: float | None = None
+    worse: int = 0
+    results: dict[str, Any] = dataclasses.field(default_factory=dict)
+    window: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def validated(self, step: int, results: dict[str, Any]) -> bool:
+        """Takes in a validation of ``step``; returns whether its loss is the lowest so far."""
+        self.results = {"validation_step": step, **results}
+        loss = results["validation_loss"]
+        if math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss):
+            self.best_step, self.best_loss, self.worse = step, loss, 0
+            return True
+        self.worse += 1
+        return False
+
+
+class _LatestAndBest(ocp.checkpoint_managers.PreservationPolicy):
+    """Keeps the last ``keep`` checkpoints, and that of step ``best``."""
+
+    def __init__(self, keep: int):
+        self.keep, self.best = keep, None
+
+    def should_preserve(
+        self,
+        checkpoints: Sequence[ocp.checkpoint_managers.PolicyCheckpointInfo],
+        *,
+        context: ocp.checkpoint_managers.PreservationContext,
+    ) -> Sequence[bool]:
+        first = len(checkpoints) - self.keep
+        return [i >= first or info.step == self.best for i, info in enumerate(checkpoints)]
+
+
 class Checkpoints:
-    """The last ``keep`` checkpoints in a folder. The data position is the step itself.
+    """The last ``keep`` checkpoints in a folder, and the best one with ``keep_best``. The data
+    position is the step itself.
 
     ``identity`` is what a resumed run must have in common with the one that was stopped.
     """
 
-    def __init__(self, folder: str | Path, keep: int, identity: dict[str, Any]):
+    def __init__(self, folder: str | Path, keep: int, identity: dict[str, Any], keep_best: bool = False):
         self.folder = Path(folder).resolve()
         self.identity = _plain(identity)
-        self.manager = ocp.CheckpointManager(
-            self.folder,
-            options=ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False),
-        )
+        self.keep_best = keep_best
+        self._policy = _LatestAndBest(keep)
+        options = ocp.CheckpointManagerOptions(preservation_policy=self._policy)
+        self.manager = ocp.CheckpointManager(self.folder, options=options)
 
     @property
     def latest(self) -> int | None:
         return self.manager.latest_step()
 
-    def save(self, step: int, state: TrainState) -> None:
-        """Saves ``state`` as that of ``step``; nothing happens where it is saved already."""
+    def holds(self, step: int) -> bool:
+        """Whether there is a checkpoint of ``step``."""
+        return step in self.manager.all_steps()
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError, RuntimeError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise TrainError(
+                f"a checkpoint in {self.folder} cannot be written: {reason}; the ones before it are kept"
+            ) from error
+
+    def save(self, step: int, state: TrainState, progress: Progress) -> None:
+        """Copies ``state`` off the devices and has it written while training goes on; an earlier write
+        that is not finished is waited for. Nothing happens where ``step`` is saved already.
+
+        Raises TrainError: this or the earlier one cannot be written.
+        """
         if step == self.latest:
             return
-        self.manager.save(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardSave(state),
-                run=ocp.args.JsonSave(self.identity),
-            ),
-        )
-        self.manager.wait_until_finished()
+        if self.keep_best:
+            self._policy.best = progress.best_step
+        run = {**self.identity, "progress": dataclasses.asdict(progress)}
+        with self._writing():
+            self.manager.save(
+                step,
+                args=ocp.args.Composite(
+                    state=ocp.args.StandardSave(state),
+                    run=ocp.args.JsonSave(run),
+                ),
+            )
 
-    def restore(self, like: TrainState) -> TrainState:
-        """The latest state, with the structure, shapes and sharding of ``like``.
+    def wait(self) -> None:
+        """Until every checkpoint is on disk. Raises TrainError as ``save`` does."""
+        with self._writing():
+            self.manager.wait_until_finished()
+
+    def restore(self, like: Any, step: int | None = None) -> tuple[TrainState, Progress]:
+        """The state of ``step`` (None: the latest), with the structure, shapes and sharding of ``like``,
+        a TrainState of arrays or of their ShapeDtypeStructs; and the progress saved with it.
 
         Raises TrainError: the checkpoint is of another run, or cannot be read.
         """
-        step = self.latest
+        step = self.latest if step is None else step
         if step is None:
             raise TrainError(f"{self.folder} holds no checkpoint")
         found = self.manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
@@ -67,12 +137,14 @@ class Checkpoints:
                 )
         try:
             abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-            return self.manager.restore(
+            state = self.manager.restore(
                 step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
             )["state"]
         except (ValueError, OSError, KeyError) as error:
             reason = " ".join(str(error).split())[:200]
             raise TrainError(f"checkpoint {step} in {self.folder} cannot be read: {reason}") from error
+        return state, Progress(**found.get("progress", {}))
 
     def close(self) -> None:
+        """Waits for what is being written."""
         self.manager.close()

@@ -1,10 +1,8 @@
-"""The training loop: batches, steps, validation, checkpoints, exports, and a clean stop."""
+"""The training loop: batches, steps, validation, checkpoints, the exported head, and a clean stop."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import json
 import math
 import signal
 import threading
@@ -16,14 +14,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import orbax.checkpoint as ocp
 from rich.console import Console
 
-from peagle_jax.train.checkpoints import Checkpoints
-from peagle_jax.train.data import Prefetched, training_batches, validation_batches
+from peagle_jax.train.checkpoints import Checkpoints, Progress
+from peagle_jax.train.data import Prefetched, indices_of_step, training_batches
+from peagle_jax.train.evaluation import DecodeEvaluation, validate
 from peagle_jax.train.export import export_head
-from peagle_jax.train.losses import Metrics
+from peagle_jax.train.faults import check_finite, row_names
+from peagle_jax.train.metrics import MetricsLog, Window, open_board, shown
 from peagle_jax.train.partition import Batch
+from peagle_jax.train.placement import place_batches, replicated
 from peagle_jax.train.progress import progress_bar
 from peagle_jax.train.recipe import Recipe, TrainError, recipe_dict
 from peagle_jax.train.setup import Setup, build
@@ -35,67 +36,6 @@ def total_steps(recipe: Recipe, rows: int) -> int:
     if recipe.optimizer.steps > 0:
         return recipe.optimizer.steps
     return max(math.ceil(recipe.optimizer.epochs * rows / recipe.optimizer.batch_rows), 1)
-
-
-def ratios(total: Any, count: Any) -> list[float | None]:
-    """total / count by depth; None where nothing was counted."""
-    return [
-        float(t) / float(c) if c > 0 else None
-        for t, c in zip(np.asarray(total), np.asarray(count), strict=True)
-    ]
-
-
-def acceptance_lengths(accuracy: list[float | None]) -> list[float]:
-    """Estimated tokens a round for K = 1, 2, ...: 1 + sum over j of the product of accuracies to j.
-
-    It takes the depths as independent, given that the earlier drafts were right.
-    """
-    out, product, length = [], 1.0, 1.0
-    for value in accuracy:
-        product *= value or 0.0
-        length += product
-        out.append(length)
-    return out
-
-
-def row_mesh(micro: int) -> Mesh | None:
-    """A mesh of all local devices where ``micro`` rows spread over them evenly, else None: one device."""
-    devices = jax.local_devices()
-    return Mesh(np.array(devices), ("data",)) if len(devices) > 1 and micro % len(devices) == 0 else None
-
-
-def place_batches(micro: int) -> Callable[[Batch], Batch]:
-    """Splits a host batch into micro-batches of ``micro`` rows and puts it on the devices.
-
-    Rows spread over all local devices where their number divides; the step then runs data-parallel.
-    """
-    mesh = row_mesh(micro)
-    if mesh is not None:
-        rows = NamedSharding(mesh, PartitionSpec(None, "data"))
-        rollouts = NamedSharding(mesh, PartitionSpec(None, None, "data"))
-    else:
-        rows = rollouts = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-
-    def split(x: np.ndarray, axis: int) -> np.ndarray:
-        x = x.reshape(*x.shape[:axis], x.shape[axis] // micro, micro, *x.shape[axis + 1 :])
-        return np.moveaxis(x, axis, 0)
-
-    def place(batch: Batch) -> Batch:
-        values = {}
-        for field in dataclasses.fields(batch):
-            on_rollouts = field.name in ("anchors", "lengths")
-            value = split(np.asarray(getattr(batch, field.name)), 1 if on_rollouts else 0)
-            values[field.name] = jax.device_put(value, rollouts if on_rollouts else rows)
-        return Batch(**values)
-
-    return place
-
-
-def replicated(tree: Any, micro: int) -> Any:
-    """The tree on every device that ``place_batches`` uses."""
-    mesh = row_mesh(micro)
-    shared = jax.local_devices()[0] if mesh is None else NamedSharding(mesh, PartitionSpec())
-    return jax.device_put(tree, shared)
 
 
 @contextlib.contextmanager
@@ -120,98 +60,208 @@ def stop_requests() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-class MetricsLog:
-    """JSON lines. Lines past ``step`` (of a run that died after its last checkpoint) are dropped."""
-
-    def __init__(self, path: Path, step: int):
-        kept = []
-        if path.exists():
-            kept = [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= step]
-        path.write_text("".join(line + "\n" for line in kept))
-        self.path = path
-
-    def write(self, record: dict[str, Any]) -> None:
-        with self.path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
-
-
-@dataclasses.dataclass
-class Window:
-    """Sums since the last line of the log."""
-
-    started: float
-    steps: int = 0
-    tokens: int = 0
-    loss: float = 0.0
-    loss_sum: Any = 0.0
-    correct: Any = 0.0
-    count: Any = 0.0
-
-    def add(self, report: StepReport, tokens: int) -> None:
-        self.steps += 1
-        self.tokens += tokens
-        self.loss += float(report.loss)
-        for name in ("loss_sum", "correct", "count"):
-            setattr(self, name, getattr(self, name) + np.asarray(getattr(report.metrics, name), np.float64))
-
-    def record(self, step: int, rate: float) -> dict[str, Any]:
-        return {
-            "step": step,
-            "loss": self.loss / self.steps,
-            "learning_rate": rate,
-            "tokens_per_second": self.tokens / (time.monotonic() - self.started),
-            "accuracy": ratios(self.correct, self.count),
-            "depth_loss": ratios(self.loss_sum, self.count),
-            "count": [int(c) for c in np.asarray(self.count)],
-        }
-
-
-def _shown(values: list[float | None]) -> str:
-    return " ".join("n/a" if v is None else f"{v:.3f}" for v in values)
-
-
-def check_finite(report: StepReport, state: TrainState, step: int) -> None:
-    """Raises TrainError naming the step and the first weight whose gradient is not finite."""
-    squares = np.asarray(report.squares)
-    if math.isfinite(float(report.loss)) and np.isfinite(squares).all():
-        return
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state.params)]
-    bad = next((path for path, s in zip(paths, squares, strict=True) if not np.isfinite(s)), None)
-    where = f"first in the gradient of {bad}" if bad else "in the loss alone"
-    raise TrainError(
-        f"step {step}: loss {float(report.loss)} is not finite, {where}; the last checkpoint is kept. "
-        "Lower optimizer.learning_rate, or set head.norm_before_fc"
-    )
-
-
-def validate(
-    setup: Setup, evaluate: Callable[..., Metrics], params: Any, frozen: Any, micro: int
-) -> dict[str, Any]:
-    """Loss, accuracy by depth and estimated acceptance lengths on held-out rows."""
-    assert setup.heldout is not None
-    run = setup.recipe.run
-    rows = min(micro, len(setup.heldout))
-    place = place_batches(rows)
-    total: Metrics | None = None
-    for batch in validation_batches(setup.heldout, run.validate_rows, rows, setup.recipe.seed, setup.cod):
-        metrics = evaluate(params, frozen, jax.tree.map(lambda x: x[0], place(batch)))
-        total = metrics if total is None else total + metrics
-    assert total is not None
-    accuracy = ratios(total.correct, total.count)
-    return {
-        "validation_loss": float(total.loss_sum.sum() / jnp.maximum(total.count.sum(), 1.0)),
-        "validation_accuracy": accuracy,
-        "validation_depth_loss": ratios(total.loss_sum, total.count),
-        "acceptance_length": acceptance_lengths(accuracy),
-    }
-
-
 def head_metadata(setup: Setup, step: int, steps: int, results: dict[str, Any]) -> dict[str, Any]:
     """What an exported head says about itself; folders of the machine are left out."""
     recipe = recipe_dict(setup.recipe)
     recipe["data"]["files"] = [Path(f).name for f in recipe["data"]["files"]]
-    del recipe["output"], recipe["features"]["folder"]
+    recipe["init"]["head"] = recipe["init"]["head"] and Path(recipe["init"]["head"]).name
+    del recipe["output"], recipe["features"]["folder"], recipe["features"]["also"]
     return {"target": setup.target.name, "step": step, "steps": steps, "recipe": recipe, **results}
+
+
+def host_batches(setup: Setup, start: int) -> Iterator[Batch]:
+    """Batches of steps ``start``, start + 1, ... without end, as NumPy arrays."""
+    recipe = setup.recipe
+    yield from training_batches(setup.train, start, recipe.optimizer.batch_rows, recipe.seed, setup.cod)
+
+
+def batch_rows(setup: Setup, step: int) -> str:
+    """The training rows of the batch of ``step``, counted from 1 as the console and the logs do."""
+    recipe, count = setup.recipe, len(setup.train)
+    rows, _ = indices_of_step(step - 1, recipe.optimizer.batch_rows, count, recipe.seed)
+    return row_names(rows.tolist(), setup.train.starts)
+
+
+class Training:
+    """One run, from its start or its last checkpoint on. ``state`` is donated to every step.
+
+    Raises TrainError: the checkpoints in the output folder are of another run, or cannot be read.
+    """
+
+    def __init__(self, setup: Setup, console: Console):
+        recipe, run = setup.recipe, setup.recipe.run
+        self.setup, self.console = setup, console
+        self.output = Path(recipe.output)
+        self.output.mkdir(parents=True, exist_ok=True)
+        self.steps = total_steps(recipe, len(setup.train))
+        self.micro = recipe.optimizer.micro_rows or recipe.optimizer.batch_rows
+        dtype = setup.frozen.embed.dtype
+        if run.patience and setup.heldout is None:
+            raise TrainError("run.patience needs held-out rows, and there is none; raise data.heldout")
+        self.decoding = DecodeEvaluation(setup) if run.decode_every else None
+
+        optimizer = make_optimizer(recipe.optimizer, self.steps)
+        params = jax.tree.map(jnp.copy, setup.params)  # the target may share arrays
+        state = TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+        self.state, self.frozen = replicated((state, setup.frozen), self.micro)
+        self.checkpoints = Checkpoints(
+            self.output / "checkpoints", run.keep_checkpoints, setup.identity, run.keep_best
+        )
+        self.progress = Progress()
+        if self.checkpoints.latest is not None:
+            self.state, self.progress = self.checkpoints.restore(self.state)
+            console.print(f"going on after step {int(self.state.step)} of {self.output}")
+        self.done = int(self.state.step)
+        self.log = MetricsLog(self.output / "metrics.jsonl", self.done, self._board())
+        self.window = Window.restored(self.progress.window)
+        self.rate = schedule(recipe.optimizer, self.steps)
+        self.step = make_step(optimizer, setup.objective, dtype)
+        self.evaluate = make_evaluation(setup.objective, dtype)
+        self.pending: tuple[int, int, StepReport] | None = None
+        self.advance: Callable[..., None] = lambda **fields: None
+
+    def _board(self) -> Any:
+        if not self.setup.recipe.run.tensorboard:
+            return None
+        board = open_board(self.output / "tensorboard", self.done)
+        if board is None:
+            self.console.print(
+                "no TensorBoard files: the package tensorboardX is not installed "
+                "(pip install 'peagle_jax[train]', or set run.tensorboard: false)",
+                markup=False,
+            )
+        return board
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the recipe's patience is at its end."""
+        patience = self.setup.recipe.run.patience
+        return patience > 0 and self.progress.worse >= patience
+
+    def run(self, stop: threading.Event) -> None:
+        """Trains until the last step, the end of patience or ``stop``; the last state is saved."""
+        place, start = place_batches(self.micro), self.done
+
+        def prepared() -> Iterator[tuple[int, Batch]]:
+            for batch in host_batches(self.setup, start):
+                yield int((np.asarray(batch.segment_ids) >= 0).sum()), place(batch)
+
+        every = self.setup.recipe.run.checkpoint_every
+        with (
+            progress_bar(self.console, "steps") as bar,
+            contextlib.closing(Prefetched(prepared())) as batches,
+        ):
+            task = bar.add_task("training", total=self.steps, completed=start, note="")
+            self.advance = lambda **fields: bar.update(task, **fields)
+            while self.done < self.steps and not self.exhausted and not stop.is_set():
+                tokens, batch = next(batches)
+                self.state, report = self.step(self.state, self.frozen, batch)
+                self.settle()
+                self.done += 1
+                self.pending = (self.done, tokens, report)
+                if self.measure() or (every and self.done % every == 0):
+                    self.save()
+            self.save()
+
+    def settle(self) -> None:
+        """Reads the last dispatched step's results. Raises TrainError: they are not finite."""
+        if self.pending is None:
+            return
+        number, tokens, report = self.pending
+        self.pending = None
+        check_finite(report, self.state.params, number, lambda step: batch_rows(self.setup, step))
+        self.window.add(report, tokens)
+        self.advance(completed=number)
+        if number % self.setup.recipe.run.log_every and number != self.steps:
+            return
+        record = self.window.record(number, float(self.rate(number - 1)))
+        self.log.write(record)
+        self.window = Window()
+        loss, speed = record["loss"], record["tokens_per_second"]
+        self.advance(note=f"loss {loss:.3f} length {record['acceptance_length'][-1]:.2f} {speed:,.0f} tok/s")
+        if not self.console.is_terminal:
+            self.console.print(
+                f"step {number}/{self.steps} loss {loss:.4f} accuracy {shown(record['accuracy'])} "
+                f"{speed:,.0f} tokens/s",
+                highlight=False,
+            )
+
+    def _due(self, every: int, at_the_end: bool) -> bool:
+        return (every > 0 and self.done % every == 0) or (at_the_end and self.done == self.steps)
+
+    def measure(self) -> bool:
+        """Validates and decodes where that is due; returns whether the best head so far was found."""
+        run, better = self.setup.recipe.run, False
+        validates = self.setup.heldout is not None and self._due(run.validate_every, True)
+        decodes = self.decoding is not None and self._due(run.decode_every, True)
+        if not (validates or decodes):
+            return False
+        self.settle()
+        before, found = time.monotonic(), {}
+        if decodes:
+            assert self.decoding is not None
+            decoded = self.decoding(self.state.params, self.frozen)
+            self.log.write({"step": self.done, **decoded}, "decode")
+            self.console.print(
+                f"step {self.done}: acceptance length {decoded['decode_acceptance_length']:.3f} decoding "
+                f"{decoded['decode_prompts']} held-out prompts with K = {self.decoding.drafts}; accepted "
+                f"by position {shown(decoded['decode_acceptance_rates'])}",
+                highlight=False,
+            )
+            found |= decoded
+        if validates:
+            results = validate(self.setup, self.evaluate, self.state.params, self.frozen, self.micro)
+            self.log.write({"step": self.done, **results}, "validation")
+            self.console.print(
+                f"step {self.done}: held-out loss {results['validation_loss']:.4f} accuracy "
+                f"{shown(results['validation_accuracy'])}; estimated acceptance length "
+                f"{shown(results['acceptance_length'])} for K = 1..{self.setup.depths}",
+                highlight=False,
+            )
+            better = self.progress.validated(self.done, found | results)
+        self.window.started += time.monotonic() - before
+        return better and run.keep_best
+
+    def save(self) -> None:
+        """Starts to write a checkpoint of the state after the last step. Raises TrainError."""
+        self.settle()
+        self.log.flush()
+        self.progress.window = self.window.saved()
+        self.checkpoints.save(self.done, self.state, self.progress)
+
+    def finish(self) -> Path:
+        """Waits for the checkpoints, exports the head, says how the run ended; returns the head's folder."""
+        self.checkpoints.wait()
+        head, step, progress, which = self.output / "head", self.done, self.progress, ""
+        best = progress.best_step if self.setup.recipe.run.keep_best else None
+        if best is not None and self.checkpoints.holds(best):
+            step, which = best, f", the best with a held-out loss of {progress.best_loss:.4f}"
+            if step != self.done:
+                like = jax.tree.map(ocp.utils.to_shape_dtype_struct, self.state)
+                del self.state  # there may be no room for two
+                self.state, progress = self.checkpoints.restore(like, step)
+        metadata = head_metadata(self.setup, step, self.steps, progress.results)
+        setup, params = self.setup, self.state.params
+        export_head(head, setup.cfg, setup.target.config, params, self.frozen, setup.draft_ids, metadata)
+        exported = f"the head in {head} is that of step {step}{which}"
+        if self.done >= self.steps:
+            self.console.print(f"trained {self.steps} steps; {exported}")
+        elif self.exhausted:
+            self.console.print(
+                f"stopped early after step {self.done} of {self.steps}: validations without a lower loss: "
+                f"{self.progress.worse} (run.patience); {exported}"
+            )
+        else:
+            self.console.print(
+                f"stopped after step {self.done} of {self.steps}; the same command goes on from there; "
+                f"{exported}"
+            )
+        return head
+
+    def close(self) -> None:
+        """Waits for what is being written, and closes the logs."""
+        self.checkpoints.close()
+        self.log.close()
 
 
 def train(recipe: Recipe, console: Console) -> Path:
@@ -222,97 +272,6 @@ def train(recipe: Recipe, console: Console) -> Path:
     setup = build(recipe)
     for note in setup.notes:
         console.print(note, highlight=False)
-    output = Path(recipe.output)
-    output.mkdir(parents=True, exist_ok=True)
-    steps = total_steps(recipe, len(setup.train))
-    rows = recipe.optimizer.batch_rows
-    micro = recipe.optimizer.micro_rows or rows
-    dtype = setup.frozen.embed.dtype
-
-    optimizer = make_optimizer(recipe.optimizer, steps)
-    params = jax.tree.map(jnp.copy, setup.params)  # the state is donated; the target may share arrays
-    state = TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
-    state, frozen = replicated((state, setup.frozen), micro)
-    checkpoints = Checkpoints(output / "checkpoints", recipe.run.keep_checkpoints, setup.identity)
-    if checkpoints.latest is not None:
-        state = checkpoints.restore(state)
-        console.print(f"going on after step {int(state.step)} of {output}")
-    start = int(state.step)
-    log = MetricsLog(output / "metrics.jsonl", start)
-    rate = schedule(recipe.optimizer, steps)
-    step_function = make_step(optimizer, setup.objective, dtype)
-    evaluate = make_evaluation(setup.objective, dtype)
-    place = place_batches(micro)
-
-    def prepared() -> Iterator[tuple[int, Batch]]:
-        for batch in training_batches(setup.train, start, rows, recipe.seed, setup.cod):
-            yield int((np.asarray(batch.segment_ids) >= 0).sum()), place(batch)
-
-    results: dict[str, Any] = {}
-    head = output / "head"
-
-    def save(step: int) -> None:
-        checkpoints.save(step, state)
-        metadata = head_metadata(setup, step, steps, results)
-        export_head(head, setup.cfg, setup.target.config, state.params, frozen, setup.draft_ids, metadata)
-
-    batches = Prefetched(prepared())
-    window = Window(time.monotonic())
-    pending: tuple[int, int, StepReport] | None = None
-    done = start
-    with stop_requests() as stop, progress_bar(console, "steps") as bar, contextlib.closing(batches):
-        task = bar.add_task("training", total=steps, completed=start, note="")
-
-        def settle() -> None:
-            """Reads the last dispatched step's results."""
-            nonlocal pending, window
-            if pending is None:
-                return
-            number, tokens, report = pending
-            pending = None
-            check_finite(report, state, number)
-            window.add(report, tokens)
-            bar.update(task, completed=number)
-            if number % recipe.run.log_every == 0 or number == steps:
-                record = window.record(number, float(rate(number - 1)))
-                log.write(record)
-                line = (
-                    f"loss {record['loss']:.4f} accuracy {_shown(record['accuracy'])} "
-                    f"{record['tokens_per_second']:,.0f} tokens/s"
-                )
-                bar.update(task, note=line)
-                if not console.is_terminal:
-                    console.print(f"step {number}/{steps} {line}", highlight=False)
-                window = Window(time.monotonic())
-
-        for step in range(start, steps):
-            tokens, batch = next(batches)
-            state, report = step_function(state, frozen, batch)
-            settle()
-            pending = (step + 1, tokens, report)
-            done = step + 1
-            every, check = recipe.run.checkpoint_every, recipe.run.validate_every
-            if setup.heldout is not None and ((check and done % check == 0) or done == steps):
-                settle()
-                results = validate(setup, evaluate, state.params, frozen, micro)
-                log.write({"step": done, **results})
-                console.print(
-                    f"step {done}: held-out loss {results['validation_loss']:.4f} accuracy "
-                    f"{_shown(results['validation_accuracy'])}; estimated acceptance length "
-                    f"{_shown(results['acceptance_length'])} for K = 1..{setup.depths}",
-                    highlight=False,
-                )
-                window.started = time.monotonic() if window.steps == 0 else window.started
-            if (every and done % every == 0) or stop.is_set():
-                settle()
-                save(done)
-            if stop.is_set():
-                break
-        settle()
-    save(done)
-    checkpoints.close()
-    if done < steps:
-        console.print(f"stopped after step {done} of {steps}; the same command goes on from there")
-    else:
-        console.print(f"trained {steps} steps; the head is in {head}")
-    return head
+    with stop_requests() as stop, contextlib.closing(Training(setup, console)) as training:
+        training.run(stop)
+        return training.finish()

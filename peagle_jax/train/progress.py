@@ -14,14 +14,18 @@ from rich.progress import (
 
 
 def progress_bar(console: Console, unit: str) -> Progress:
-    """A bar with counts, time and a free ``note`` field."""
+    """A bar with counts, time and a free ``note`` field; nothing where the console is no terminal.
+
+    With a note of 36 characters and counts of five digits it fits 100 columns.
+    """
     return Progress(
         TextColumn("{task.description}"),
-        BarColumn(),
+        BarColumn(bar_width=16),
         MofNCompleteColumn(),
         TextColumn(unit + " {task.fields[note]}"),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
         console=console,
         refresh_per_second=2,
+        disable=not (console.is_terminal or console.is_jupyter),
     )

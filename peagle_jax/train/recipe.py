@@ -124,13 +124,26 @@ class LossRecipe:
 
 @dataclasses.dataclass(frozen=True)
 class RunRecipe:
-    """Intervals are in steps; 0 switches the action off (a final checkpoint is always kept)."""
+    """Intervals are in steps; 0 switches the action off (a final checkpoint is always kept).
+
+    ``keep_best`` also keeps the checkpoint with the lowest held-out loss, written when it is found,
+    and exports that one. ``patience`` ends a run after so many validations in a row without a lower
+    loss. Every ``decode_every`` steps the target answers ``decode_prompts`` held-out prompts with the
+    head's drafts, up to ``decode_tokens`` tokens each. ``tensorboard`` writes event files besides the
+    JSON lines.
+    """
 
     checkpoint_every: int = 500
     keep_checkpoints: int = 2
+    keep_best: bool = True
     validate_every: int = 250
     validate_rows: int = 64
+    patience: int = 0
+    decode_every: int = 0
+    decode_prompts: int = 16
+    decode_tokens: int = 128
     log_every: int = 10
+    tensorboard: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +179,8 @@ def _positive(recipe: Recipe, *names: str) -> None:
 def _check(recipe: Recipe) -> None:
     _positive(recipe, "features.row_length", "features.batch_rows", "features.shard_rows", "head.num_layers")
     _positive(recipe, "head.num_depths", "cod.segments", "optimizer.learning_rate", "optimizer.batch_rows")
-    _positive(recipe, "loss.ttt_steps", "run.keep_checkpoints")
+    _positive(recipe, "loss.ttt_steps", "run.keep_checkpoints", "run.log_every")
+    _positive(recipe, "run.decode_prompts", "run.decode_tokens")
     if recipe.features.row_length < 4:
         raise TrainError(f"features.row_length must be at least 4, found {recipe.features.row_length}")
     if not 0 <= recipe.data.heldout < 1:
@@ -185,6 +199,11 @@ def _check(recipe: Recipe) -> None:
         raise TrainError(
             f"optimizer.micro_rows ({micro}) must divide optimizer.batch_rows ({recipe.optimizer.batch_rows})"
         )
+    for name in ("checkpoint_every", "validate_every", "validate_rows", "patience", "decode_every"):
+        if getattr(recipe.run, name) < 0:
+            raise TrainError(f"run.{name} must not be negative, found {getattr(recipe.run, name)}")
+    if recipe.run.patience and not recipe.run.validate_every:
+        raise TrainError("run.patience counts validations, but run.validate_every is 0")
     depths = recipe.head.num_depths if recipe.method == "peagle" else recipe.loss.ttt_steps
     weights = recipe.loss.depth_weights
     if weights and len(weights) != depths:

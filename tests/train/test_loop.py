@@ -1,6 +1,9 @@
 import json
 import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,15 +12,28 @@ import pytest
 
 from peagle_jax.checkpoint.head import load_head
 from peagle_jax.train import loop
-from peagle_jax.train.loop import MetricsLog, acceptance_lengths, ratios, total_steps, train
+from peagle_jax.train.data import indices_of_step
+from peagle_jax.train.loop import total_steps, train
 from peagle_jax.train.prepare import compute_features
 from peagle_jax.train.recipe import TrainError
 from tests.tiny import TARGET
 from tests.train import tiny_run
 
+ROOT = Path(__file__).resolve().parents[2]
+MEASURED = {
+    "tokens_per_second",
+    "step_seconds",
+    "peak_host_bytes",
+    "peak_device_bytes",
+}  # what no two runs share
 
-def lines(folder):
-    return [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+
+def lines(folder, output="out"):
+    return [json.loads(line) for line in (folder / output / "metrics.jsonl").read_text().splitlines()]
+
+
+def saved_steps(folder):
+    return sorted(int(p.name) for p in (folder / "out" / "checkpoints").iterdir() if p.name.isdigit())
 
 
 def losses(folder):
@@ -53,7 +69,7 @@ def test_training_lowers_the_loss_and_exports_a_head_that_loads(prepared, tiny_t
 def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(prepared, console, monkeypatch):
     straight = tiny_run.recipe(prepared, output=str(prepared / "straight"))
     train(straight, console)
-    expected = [json.loads(x) for x in (prepared / "straight" / "metrics.jsonl").read_text().splitlines()]
+    expected = lines(prepared, "straight")
 
     calls = []
 
@@ -113,12 +129,87 @@ def test_a_loss_that_is_not_finite_stops_with_the_step_and_keeps_the_last_checkp
             yield batch
 
     monkeypatch.setattr(loop, "training_batches", poisoned)
-    with pytest.raises(TrainError, match=r"step 6: loss nan is not finite, first in the gradient of \.fc"):
+    with pytest.raises(
+        TrainError, match=r"step 6: loss nan is not finite, first in the gradient of \.fc"
+    ) as raised:
         train(tiny_run.recipe(prepared), console)
-    assert sorted(int(p.name) for p in (prepared / "out" / "checkpoints").iterdir() if p.name.isdigit()) == [
-        4
-    ]
+    assert saved_steps(prepared) == [4]
     assert max(losses(prepared)) == 5
+    count = sum(json.loads((prepared / "features" / "manifest.json").read_text())["shards"]["train"])
+    for row in indices_of_step(5, 3, count, 0)[0]:  # shards hold seven rows
+        assert f"{row} (shard {row // 7}, its row {row % 7})" in str(raised.value)
+
+
+def test_patience_ends_a_run_and_its_best_head_is_kept_and_exported(prepared, console, monkeypatch):
+    original, scripted = loop.validate, iter([3.0, 1.0, 2.0, 2.5])
+
+    def validate(*args):
+        return original(*args) | {"validation_loss": next(scripted)}
+
+    monkeypatch.setattr(loop, "validate", validate)
+    run = {"validate_every": 2, "patience": 2, "checkpoint_every": 0, "keep_checkpoints": 1}
+    recipe = tiny_run.recipe(prepared, optimizer={"steps": 12}, run=run)
+    folder = train(recipe, console)
+    said = console.file.getvalue()
+    assert "stopped early after step 8 of 12: validations without a lower loss: 2 (run.patience)" in said
+    assert "is that of step 4, the best with a held-out loss of 1.0000" in said
+    assert saved_steps(prepared) == [4, 8]
+    described = json.loads((folder / "config.json").read_text())["peagle_jax"]
+    assert (described["step"], described["validation_loss"], described["validation_step"]) == (4, 1.0, 4)
+
+    train(recipe, console)  # the same command again finds nothing left to do, and the same head
+    assert max(losses(prepared)) == 8
+    assert console.file.getvalue().count("is that of step 4, the best") == 2
+
+    monkeypatch.setattr(loop, "validate", original)
+    short = tiny_run.recipe(prepared, output=str(prepared / "short"), optimizer={"steps": 4})
+    other = train(short, console)
+    assert (folder / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
+
+
+def test_without_keep_best_the_last_head_is_exported(prepared, console, monkeypatch):
+    original, scripted = loop.validate, iter([1.0, 2.0])
+    monkeypatch.setattr(loop, "validate", lambda *a: original(*a) | {"validation_loss": next(scripted)})
+    run = {"keep_best": False, "tensorboard": False, "keep_checkpoints": 1}
+    train(tiny_run.recipe(prepared, run=run), console)
+    assert "trained 8 steps; the head in" in console.file.getvalue()
+    assert "is that of step 8\n" in console.file.getvalue()
+    assert saved_steps(prepared) == [8]
+    assert not (prepared / "out" / "tensorboard").exists()
+
+
+def test_a_killed_run_goes_on_exactly(prepared, console):
+    """SIGKILL of a process, once with a checkpoint half written and once between two."""
+    settings = {"run": {"checkpoint_every": 5, "log_every": 2}, "optimizer": {"steps": 11}}
+    train(tiny_run.recipe(prepared, output=str(prepared / "straight"), **settings), console)
+    environment = {
+        **os.environ,
+        "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+
+    def run(die_at, waiting_for=0):
+        words = [str(prepared), json.dumps(settings), str(die_at), str(waiting_for)]
+        return subprocess.run(
+            [sys.executable, "-m", "tests.train.killed_run", *words],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+
+    assert run(6).returncode == -signal.SIGKILL
+    assert run(8, waiting_for=5).returncode == -signal.SIGKILL
+    last = run(0)
+    assert last.returncode == 0, last.stderr
+    assert "going on after step 5" in last.stdout
+    expected, found = (
+        [{k: v for k, v in record.items() if k not in MEASURED} for record in lines(prepared, output)]
+        for output in ("straight", "out")
+    )
+    assert [r["step"] for r in found if "loss" in r] == [2, 4, 6, 8, 10, 11]
+    assert found == expected
 
 
 def test_micro_batches_train_the_same(prepared, console):
@@ -128,8 +219,7 @@ def test_micro_batches_train_the_same(prepared, console):
     whole = losses(prepared)
     one_by_one = {"batch_rows": 4, "steps": 4, "micro_rows": 1}
     train(tiny_run.recipe(prepared, output=str(prepared / "parts"), optimizer=one_by_one), console)
-    parts = [json.loads(x) for x in (prepared / "parts" / "metrics.jsonl").read_text().splitlines()]
-    for record in parts:
+    for record in lines(prepared, "parts"):
         if "loss" in record:
             assert record["loss"] == pytest.approx(whole[record["step"]], rel=1e-4)
 
@@ -138,8 +228,7 @@ def test_a_saved_head_can_be_trained_on(prepared, console):
     folder = train(tiny_run.recipe(prepared), console)
     init = {"source": "head", "head": str(folder)}
     train(tiny_run.recipe(prepared, output=str(prepared / "more"), init=init), console)
-    more = [json.loads(x) for x in (prepared / "more" / "metrics.jsonl").read_text().splitlines()]
-    assert more[0]["loss"] < losses(prepared)[1]
+    assert lines(prepared, "more")[0]["loss"] < losses(prepared)[1]
     with pytest.raises(TrainError, match="differs from the recipe in num_layers: 1, not 2"):
         train(
             tiny_run.recipe(prepared, output=str(prepared / "x"), init=init, head={"num_layers": 2}), console
@@ -159,6 +248,7 @@ def test_a_saved_head_keeps_its_vocabulary_on_other_data(prepared, tiny_target, 
     recipe = tiny_run.recipe(prepared, **changes)
     compute_features(recipe, console)
     more = train(recipe, console)
+    assert str(prepared) not in (more / "config.json").read_text()  # folders mean nothing elsewhere
     first, second = (load_head(str(f), TARGET, tiny_target.params)[1] for f in (folder, more))
     np.testing.assert_array_equal(first.draft_to_target, second.draft_to_target)
 
@@ -192,25 +282,9 @@ def test_depths_that_the_sampling_never_reaches_are_refused(prepared, console):
         train(tiny_run.recipe(prepared, cod={"ratio": 0.3}, head={"num_depths": 4}), console)
 
 
-def test_accuracy_without_rows_is_not_available():
-    assert ratios([3.0, 0.0], [5.0, 0.0]) == [0.6, None]
-    shards = [([0.0], [0.0]), ([3.0], [5.0])]  # sums first, then one division
-    assert ratios(sum(np.array(c) for c, _ in shards), sum(np.array(n) for _, n in shards)) == [0.6]
-    assert acceptance_lengths([0.5, 0.5, None]) == [1.5, 1.75, 1.75]
-
-
 def test_epochs_become_steps(tmp_path):
     assert total_steps(tiny_run.recipe(tmp_path, optimizer={"steps": 0, "epochs": 2.5}), 10) == 9
     assert total_steps(tiny_run.recipe(tmp_path, optimizer={"steps": 3}), 10) == 3
-
-
-def test_log_lines_past_the_checkpoint_are_dropped(tmp_path):
-    path = tmp_path / "m.jsonl"
-    path.write_text("".join(json.dumps({"step": s}) + "\n" for s in range(1, 6)))
-    MetricsLog(path, 3).write({"step": 4, "again": True})
-    assert [json.loads(x) for x in path.read_text().splitlines()] == [
-        {"step": 1}, {"step": 2}, {"step": 3}, {"step": 4, "again": True}
-    ]  # fmt: skip
 
 
 def test_signals_are_given_back():

@@ -126,3 +126,22 @@ def test_weight_decay_leaves_vectors_alone(tables):
     moved = moved_by(params)
     np.testing.assert_array_equal(moved.final_norm, params.final_norm)
     np.testing.assert_allclose(moved.fc, params.fc * 0.95, rtol=1e-5)
+
+
+def test_a_gradient_above_the_clip_is_scaled_to_it():
+    """Adam is blind to the scale of one step, so two steps of unequal gradients tell."""
+    params = {"a": jnp.ones((3, 5)), "b": jnp.ones((3, 5))}
+    small, large = (jax.tree.map(lambda w: jnp.full_like(w, value), params) for value in (0.1, 10.0))
+    norm = float(optax.global_norm(large))
+
+    def moved(clip, gradients):
+        optimizer = make_optimizer(OptimizerRecipe(clip=clip, warmup=0.0, schedule="constant"), 10)
+        state, at = optimizer.init(params), params
+        for gradient in gradients:
+            updates, state = optimizer.update(gradient, state, at)
+            at = optax.apply_updates(at, updates)
+        return np.asarray(at["a"])
+
+    by_hand = jax.tree.map(lambda g: g / norm, large)
+    np.testing.assert_allclose(moved(1.0, [small, large]), moved(0.0, [small, by_hand]), rtol=1e-6)
+    assert abs(moved(1.0, [small, large]) - moved(0.0, [small, large])).max() > 1e-6

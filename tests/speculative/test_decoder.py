@@ -1,0 +1,43 @@
+import jax
+import pytest
+
+from peagle_jax.config import SpecConfig
+from peagle_jax.speculative.decoder import Decoder
+from tests.tiny import TARGET, head_config, head_params, target_params
+
+CFG = head_config(num_layers=1)
+
+
+def make(head):
+    spec = SpecConfig(3, "peagle") if head is not None else SpecConfig()
+    return Decoder(TARGET, target_params(), CFG, head, spec, max_model_len=40, prefill_chunk=8)
+
+
+def test_a_replaced_head_drafts_at_once_without_another_compilation():
+    first, second = head_params(CFG, 1), head_params(CFG, 2)
+    decoder = make(first)
+    before = list(decoder.generate([5, 6, 7], max_tokens=20))
+    compiled = decoder.compilations
+    decoder.replace_head(second)
+    after = list(decoder.generate([5, 6, 7], max_tokens=20))
+    assert decoder.compilations == compiled
+    assert after == list(make(second).generate([5, 6, 7], max_tokens=20))
+    texts = [[t for r in results for t in r.tokens] for results in (before, after)]
+    assert texts[0] == texts[1]  # the text is the target's, whatever the head
+
+
+@pytest.mark.parametrize("change", ["shape", "dtype", "missing"])
+def test_weights_of_another_head_are_refused(change):
+    head = head_params(CFG)
+    other = {
+        "shape": lambda: head.replace(fc=head.fc[:, :5]),
+        "dtype": lambda: jax.tree.map(lambda w: w.astype("bfloat16") if w.ndim > 1 else w, head),
+        "missing": lambda: head.replace(draft_to_target=None),
+    }[change]()
+    with pytest.raises(ValueError, match="not of this decoder's head"):
+        make(head).replace_head(other)
+
+
+def test_a_decoder_without_a_head_takes_none():
+    with pytest.raises(ValueError, match="not of this decoder's head"):
+        make(None).replace_head(head_params(CFG))

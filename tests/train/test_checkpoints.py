@@ -1,0 +1,94 @@
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from peagle_jax.train.checkpoints import Checkpoints, Progress
+from peagle_jax.train.recipe import TrainError
+from peagle_jax.train.step import TrainState
+
+
+def state(value):
+    return TrainState(jnp.array(value, jnp.int32), {"w": jnp.full((3, 5), float(value))}, {"m": jnp.ones(2)})
+
+
+@pytest.fixture
+def checkpoints(tmp_path):
+    made = Checkpoints(tmp_path, 2, {"seed": 1}, keep_best=True)
+    yield made
+    made.close()
+
+
+def steps(folder):
+    return sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit())
+
+
+def test_the_latest_and_the_best_are_kept(checkpoints, tmp_path):
+    progress = Progress()
+    for step, loss in enumerate([3.0, 1.0, 2.0, 2.0, 2.0], 1):
+        assert progress.validated(step, {"validation_loss": loss}) == (step <= 2)
+        checkpoints.save(step, state(step), progress)
+    checkpoints.wait()
+    assert steps(tmp_path) == [2, 4, 5]
+    assert checkpoints.latest == 5 and checkpoints.holds(2) and not checkpoints.holds(3)
+    like = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=w.sharding), state(0))
+    found, saved = checkpoints.restore(like, progress.best_step)
+    np.testing.assert_array_equal(found.params["w"], state(2).params["w"])
+    assert saved == Progress(2, 1.0, 0, {"validation_step": 2, "validation_loss": 1.0})
+    latest, saved = checkpoints.restore(state(0))
+    assert int(latest.step) == 5 and saved.worse == 3 and saved.best_step == 2
+
+
+def test_a_validation_that_is_not_a_number_is_no_improvement():
+    progress = Progress()
+    assert not progress.validated(1, {"validation_loss": float("nan")})
+    assert progress.validated(2, {"validation_loss": 4.0})
+    assert (progress.best_step, progress.worse) == (2, 0)
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(checkpoints, tmp_path, monkeypatch):
+    free, finalize = threading.Event(), type(checkpoints.manager)._finalize
+    monkeypatch.setattr(
+        type(checkpoints.manager), "_finalize", lambda *args: free.wait(60) and finalize(*args)
+    )
+    before = state(4)
+    expected = jax.tree.map(np.array, before)
+    checkpoints.save(4, before, Progress())
+    assert checkpoints.manager.is_saving_in_progress()  # save came back first
+    step = jax.jit(lambda s: jax.tree.map(lambda w: w * 3, s), donate_argnums=0)
+    step(step(before))
+    free.set()
+    checkpoints.wait()
+    found, _ = checkpoints.restore(state(0))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_a_step_is_saved_once(checkpoints):
+    checkpoints.save(4, state(4), Progress())
+    checkpoints.save(4, state(9), Progress())
+    checkpoints.wait()
+    assert int(checkpoints.restore(state(0))[0].step) == 4
+
+
+def test_a_checkpoint_without_progress_is_read(checkpoints):
+    """As the first release of the trainer wrote them."""
+    import orbax.checkpoint as ocp
+
+    run = ocp.args.JsonSave({"seed": 1})
+    checkpoints.manager.save(3, args=ocp.args.Composite(state=ocp.args.StandardSave(state(3)), run=run))
+    checkpoints.wait()
+    found, progress = checkpoints.restore(state(0))
+    assert int(found.step) == 3 and progress == Progress()
+
+
+def test_a_disk_that_refuses_is_told_in_one_line(checkpoints, tmp_path, monkeypatch):
+    def full():
+        raise OSError(28, "No space left\non device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoints.manager, "wait_until_finished", full)
+        with pytest.raises(TrainError, match="No space left on device") as raised:
+            checkpoints.wait()
+    assert str(tmp_path) in str(raised.value) and "\n" not in str(raised.value)

@@ -37,6 +37,7 @@ endef
 
 help:
 	@echo "make serve    set up, then serve SmolLM2-135M-Instruct with its P-EAGLE head on :$(PORT)"
+	@echo "              (PORT=8001 and ARGS='--host 0.0.0.0 ...' pass flags on; Ctrl-C stops it)"
 	@echo "make test     set up, then lint, type check and run every test that needs no torch"
 	@echo "make parity   compare with torch implementations (transformers, speculators)"
 	@echo "make setup    only set up $(VENV)"
@@ -69,6 +70,8 @@ $(PARITY)/.parity: pyproject.toml
 
 setup: $(VENV)/.test
 
+# Compiled programs are kept, so that only the first start compiles.
+serve: export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.jax-cache
 serve: $(VENV)/.demo
 	@exec $(RUN) -m peagle_jax.serve --port $(PORT) $(ARGS)
 
@@ -96,4 +99,4 @@ parity: $(PARITY)/.parity
 ci: test parity
 
 clean:
-	rm -rf $(VENV) $(PARITY) build dist .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(PARITY) .jax-cache build dist .pytest_cache .ruff_cache

@@ -13,7 +13,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+try:
+    import matplotlib
+except ImportError:
+    sys.exit("error: there is no matplotlib; install it with: pip install -e '.[bench]'")
 
 matplotlib.use("svg")
 from matplotlib import pyplot as plt

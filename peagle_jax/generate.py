@@ -21,7 +21,7 @@ from peagle_jax.layers.attention import packed_attention
 from peagle_jax.models import stack
 from peagle_jax.models.stack import TargetParams
 from peagle_jax.serve.detokenize import Answer
-from peagle_jax.speculative.decoder import Decoder
+from peagle_jax.speculative.decoder import SMALLEST_CACHE, Decoder
 from peagle_jax.speculative.sampling import SamplingParams, filter_logits, gumbel_noise, sampling_state
 from peagle_jax.speculative.statistics import AcceptanceStatistics
 
@@ -164,9 +164,14 @@ def build_parser() -> commands.Parser:
     )
     add("--max-tokens", type=int, metavar="N", help=f"new tokens at most (default: {DEFAULT_MAX_TOKENS})")
     add("--temperature", type=float, default=0.0, help="0 is greedy (default)")
-    add("--top-p", type=float, default=1.0)
-    add("--top-k", type=int, default=0, help="0 is off (default)")
-    add("--min-p", type=float, default=0.0)
+    add(
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="keep the likeliest tokens up to this share (default: 1)",
+    )
+    add("--top-k", type=int, default=0, help="keep the k likeliest tokens; 0 is off (default)")
+    add("--min-p", type=float, default=0.0, help="drop tokens below this share of the best's probability")
     add("--seed", type=int, default=0, help="the same seed gives the same tokens, with any head (default: 0)")
     add("--dtype", choices=commands.DTYPES, default="auto", help="of the weights (default: auto)")
     add("--raw", action="store_true", help="the prompt as it is, without the model's chat template")
@@ -188,6 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         head, k = None, 0
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    _say("loading")
     loaded = commands.load(
         args.model, head, k, dtype=args.dtype, revision=args.revision, tokenizer=args.tokenizer
     )
@@ -195,10 +201,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     max_tokens = _room(loaded, len(prompt_ids), args.max_tokens)
     k = loaded.num_speculative_tokens
     stop_ids = set(loaded.target.config.eos_token_ids)
-    needed = len(prompt_ids) + max_tokens
+    room = _rounded(len(prompt_ids) + max_tokens, loaded.target.config.max_position)
 
     def run(speculative: bool, show: Callable[[str], None]) -> Run:
-        decoder = loaded.decoder(needed, speculative=speculative)
+        _say("compiling" if speculative else "compiling, and decoding without the head")
+        decoder = loaded.decoder(room, speculative=speculative)
         decoder.warm_up()
         tokenizer = loaded.target.tokenizer
         return decode(
@@ -215,6 +222,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         print("\n\n" + "\n".join(_lines(report)))
     return 0
+
+
+def _rounded(length: int, longest: int) -> int:
+    """A context for ``length`` tokens that many prompts share, so that a compilation cache helps."""
+    return min(max(1 << (length - 1).bit_length(), SMALLEST_CACHE), longest)
+
+
+def _say(what: str) -> None:
+    """What takes a while, to somebody who watches: the answer alone is on stdout."""
+    if sys.stderr.isatty():
+        print(f"{what} ...", file=sys.stderr, flush=True)
 
 
 def _silent(text: str) -> None:
@@ -308,8 +326,8 @@ def _lines(report: dict[str, Any]) -> list[str]:
         lines.append("plain decoding: no head")
     if "speedup" in report:
         lines.append(
-            f"without the head {report['baseline_tokens_per_second']:.1f} tokens/s: "
-            f"{report['speedup']:.2f} times as fast"
+            f"with the head {report['tokens_per_second']:.1f} tokens/s, without it "
+            f"{report['baseline_tokens_per_second']:.1f}: {report['speedup']:.2f} times"
         )
         lines.append(_verdict(report))
     return lines

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Sequence
 
@@ -20,6 +22,8 @@ from peagle_jax.serve.app import create_app, version
 from peagle_jax.serve.engine import Engine
 from peagle_jax.serve.serving import SamplingDefaults, ServedModel, unserved_defaults
 from peagle_jax.serve.speculative_config import SpeculativeOptions, parse_speculative_config
+
+log = logging.getLogger(__name__)
 
 FINISH_WITHIN = 25
 """Seconds that running requests get after a signal; container platforms kill after 30."""
@@ -100,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("sampling", f"{defaults.describe()} unless a request says otherwise"),
         *([("not applied", f"the generation config's {', '.join(not_applied)}")] if not_applied else []),
         ("served as", ", ".join(names)),
-        ("loaded in", f"{time.perf_counter() - began:.1f} s; compiling now"),
+        ("loaded in", f"{time.perf_counter() - began:.1f} s; compiling now, requests wait until it is ready"),
     ]
     for name, value in lines:
         print(f"  {name:<14} {value}", flush=True)
@@ -130,7 +134,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         defaults,
         args.seed,
     )
-    server = make_server(create_app(engine, served))
+    server = Server(create_app(engine, served), engine)
+    set_up_log()
     run_server(server, sock)
     if failure:
         print(f"error: the model could not be compiled: {failure[0]}", file=sys.stderr)
@@ -156,13 +161,28 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
-def make_server(app: FastAPI) -> uvicorn.Server:
-    """A server that, told to stop, lets running requests finish for FINISH_WITHIN seconds."""
-    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=FINISH_WITHIN)
+class Server(uvicorn.Server):
+    """A server that, told to stop, lets running requests finish for ``finish_within`` seconds and then
+    ends those that are left with an error of their own."""
+
+    def __init__(self, app: FastAPI, engine: Engine, finish_within: float = FINISH_WITHIN) -> None:
+        # uvicorn's own limit cuts connections; it is only for clients that do not read.
+        limit = math.ceil(finish_within) + 3
+        super().__init__(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=limit))
+        self._engine, self._finish_within = engine, finish_within
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        log.info("stopping: running requests have %g s to finish", self._finish_within)
+        threading.Thread(target=self._engine.stop, args=(self._finish_within,), daemon=True).start()
+        await super().shutdown(sockets)
+        log.info("stopped")
+
+
+def set_up_log() -> None:
+    """One line an event, with the time."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     for noisy in ("jax", "httpx", "huggingface_hub"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    return uvicorn.Server(config)
 
 
 def run_server(server: uvicorn.Server, sock: socket.socket) -> None:

@@ -67,13 +67,18 @@ def create_app(engine: Engine, model: ServedModel) -> FastAPI:
     async def get_version() -> dict[str, str]:
         return {"version": version()}
 
+    def card(name: str) -> dict[str, Any]:
+        facts = {"object": "model", "created": created, "owned_by": "peagle_jax", "root": model.names[0]}
+        return {"id": name, **facts, "max_model_len": model.max_model_len}
+
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        card = {"object": "model", "created": created, "owned_by": "peagle_jax", "root": model.names[0]}
-        return {
-            "object": "list",
-            "data": [{"id": name, **card, "max_model_len": model.max_model_len} for name in model.names],
-        }
+        return {"object": "list", "data": [card(name) for name in model.names]}
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> dict[str, Any]:
+        model.check_name(name)
+        return card(name)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatRequest, http: Request) -> Any:

@@ -132,8 +132,18 @@ class Engine:
             return True
         self._thread.join(finish_within)
         self._abort.set()
+        self._abort_queued()
         self._thread.join(abort_within)
         return not self._thread.is_alive()
+
+    def _abort_queued(self) -> None:
+        """Ends the requests that wait: the thread may be in a compilation, and they would never hear."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                ticket = self._queue.get_nowait()
+                if ticket is not None:
+                    ticket.deliver(Delta(finish_reason="abort"))
+        self._queue.put(None)
 
     def _run(self) -> None:
         began = time.perf_counter()
@@ -196,7 +206,8 @@ class Engine:
                 raise RuntimeError("the decoder ended without a finish reason")
         seconds = time.perf_counter() - began
         log.info(
-            "%s: %d prompt tokens, %d tokens in %.2f s (%.1f tokens/s), acceptance length %.2f, %s",
+            "%s: prompt %d tokens, answer %d tokens in %.2f s (%.1f tokens/s), acceptance length %.2f, "
+            "finished: %s",
             request.request_id,
             len(request.prompt_ids),
             count,

@@ -7,6 +7,7 @@ vLLM does.
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -49,6 +50,11 @@ _NEUTRAL_CHAT = _NEUTRAL | {
     "top_logprobs": (0,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "reasoning_effort": (),
+    "store": (False,),
+    "prediction": (),
+    "web_search_options": (),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -90,12 +96,19 @@ def _equal(value: Any, neutral: Any) -> bool:
     return isinstance(value, bool) == isinstance(neutral, bool) and value == neutral
 
 
+def _as_json(value: Any) -> str:
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError):
+        return ascii(value)
+
+
 def _refuse_unserved(data: Any, neutral: dict[str, tuple[Any, ...]]) -> Any:
     if isinstance(data, dict):
         for name, value in data.items():
             if name not in neutral or value is None or any(_equal(value, n) for n in neutral[name]):
                 continue
-            allowed = " or ".join(["leave it out", *(f"send {n!r}" for n in neutral[name])])
+            allowed = " or ".join(["leave it out", *(f"send {json.dumps(n)}" for n in neutral[name])])
             raise PydanticCustomError(
                 "unsupported_parameter",
                 "{name} is not supported here; {allowed}",
@@ -286,6 +299,6 @@ def validation_error(errors: list[Any]) -> APIError:
     else:
         message = f"{'.'.join(path)}: {first['msg'][:1].lower()}{first['msg'][1:]}"
         if first["type"] != "missing" and not isinstance(first.get("input"), dict | list):
-            message += f", found {ascii(first.get('input'))[:80]}"
+            message += f", found {_as_json(first.get('input'))[:80]}"
     code = "unsupported_parameter" if first["type"] == "unsupported_parameter" else "invalid_value"
     return APIError(message, param=".".join(path) or None, code=code)

@@ -62,19 +62,24 @@ class ServedModel:
     def __post_init__(self) -> None:
         self._seeds = random.Random(self.seed)
 
+    def check_name(self, name: str) -> None:
+        """Raises APIError (404) for a model that is not served here."""
+        if name not in self.names:
+            raise APIError(
+                f"the model {name!a} does not exist; this server has {', '.join(self.names)}",
+                status=404,
+                param="model",
+                code="model_not_found",
+            )
+
     def prepare(self, body: GenerationRequest, request_id: str) -> EngineRequest:
         """Checks a request against the model. Slow for a long prompt: it is tokenised here.
 
         Raises:
             APIError: another model, a prompt that cannot be read or does not fit, ids that do not exist.
         """
-        if body.model is not None and body.model not in self.names:
-            raise APIError(
-                f"the model {body.model!a} does not exist; this server has {', '.join(self.names)}",
-                status=404,
-                param="model",
-                code="model_not_found",
-            )
+        if body.model is not None:
+            self.check_name(body.model)
         if isinstance(body, ChatRequest):
             prompt, param = self._chat_prompt(body), "messages"
         elif isinstance(body, CompletionRequest):

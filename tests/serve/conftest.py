@@ -6,14 +6,14 @@ import contextlib
 import copy
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
-import uvicorn
 
+from peagle_jax.serve.__main__ import Server as PeagleServer
 from peagle_jax.serve.__main__ import bind
 from peagle_jax.serve.app import create_app
 from peagle_jax.serve.engine import Engine
@@ -28,6 +28,7 @@ class Server:
 
     def __init__(self, url: str, engine: Engine, decoder: Any, tokenizer: Any) -> None:
         self.url, self.engine, self.decoder, self.tokenizer = url, engine, decoder, tokenizer
+        self.stop: Callable[[], None] = lambda: None
         self.http = httpx.Client(base_url=url, timeout=120)
         self.openai = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
 
@@ -58,6 +59,7 @@ def running(
     defaults: SamplingDefaults | None = None,
     max_model_len: int = CONTEXT,
     wait: bool = True,
+    finish_within: float = 1.0,
 ) -> Iterator[Server]:
     tokenizer = tokenizer or byte_tokenizer()
     engine = Engine(decoder, copy.deepcopy(tokenizer), k)
@@ -67,8 +69,7 @@ def running(
         ["tiny", "alias"], tokenizer, max_model_len, vocab_size, (eos,), defaults or SamplingDefaults()
     )
     sock = bind("127.0.0.1", 0)
-    config = uvicorn.Config(create_app(engine, model), log_level="warning", timeout_graceful_shutdown=1)
-    server = uvicorn.Server(config)
+    server = PeagleServer(create_app(engine, model), engine, finish_within)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
     thread.start()
     deadline = time.monotonic() + 10
@@ -79,6 +80,7 @@ def running(
     while wait and engine.state == "warming" and time.monotonic() < deadline:
         time.sleep(0.01)
     handle = Server(f"http://127.0.0.1:{sock.getsockname()[1]}", engine, decoder, tokenizer)
+    handle.stop = lambda: setattr(server, "should_exit", True)
     try:
         yield handle
     finally:

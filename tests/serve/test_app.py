@@ -7,6 +7,7 @@ import threading
 import time
 
 import httpx
+import openai
 import pytest
 
 from peagle_jax.serve.serving import SamplingDefaults, unserved_defaults
@@ -164,6 +165,36 @@ def events(response: httpx.Response) -> list[str]:
     lines = [line for line in response.text.split("\n\n") if line]
     assert all(line.startswith("data: ") for line in lines)
     return [line.removeprefix("data: ") for line in lines]
+
+
+def test_a_model_is_described_by_its_name(server):
+    assert server.openai.models.retrieve("alias").id == "alias"
+    with pytest.raises(openai.NotFoundError, match="this server has tiny, alias"):
+        server.openai.models.retrieve("other")
+
+
+def test_what_does_not_finish_before_the_server_stops_ends_with_an_error_of_its_own(serve):
+    """One request runs and one waits behind it, as an answer and as a stream."""
+    decoder = says("a" * 190, width=1, pause=0.05)
+    server = serve(decoder, finish_within=0.2)
+    answers = {}
+
+    def ask(name, **changes):
+        answers[name] = server.post("/v1/completions", prompt="hi", max_tokens=190, **changes)
+
+    threads = [threading.Thread(target=ask, args=("running",))]
+    threads[0].start()
+    assert decoder.busy.wait(10)
+    threads.append(threading.Thread(target=ask, args=("waiting",), kwargs={"stream": True}))
+    threads[1].start()
+    time.sleep(0.2)
+    server.stop()
+    for thread in threads:
+        thread.join(10)
+    assert (answers["running"].status_code, answers["running"].json()["error"]["code"]) == (503, "aborted")
+    events = answers["waiting"].text.split("\n\n")
+    assert json.loads(events[-3].removeprefix("data: "))["error"]["code"] == "aborted"
+    assert events[-2] == "data: [DONE]"
 
 
 def test_a_chat_stream_has_role_deltas_finish_usage_and_done(server):

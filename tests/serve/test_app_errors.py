@@ -58,6 +58,15 @@ def test_known_fields_that_are_not_served_are_refused_by_name(server, field):
     assert (error["param"], error["code"]) == (field, "unsupported_parameter")
 
 
+def test_refusals_spell_values_as_json_does(server):
+    assert refused(server.post("/v1/completions", prompt="hi", echo=True))["message"] == (
+        "echo is not supported here; leave it out or send false"
+    )
+    error = refused(server.post("/v1/chat/completions", messages=user("hi"), tools=[1], response_format=3))
+    assert error["message"].endswith(("send []", 'send {"type": "text"}'))
+    assert "found null" in refused(server.post("/v1/completions", prompt=None))["message"]
+
+
 @pytest.mark.parametrize(
     ("field", "value"), [("logprobs", 0), ("suffix", "x"), ("echo", True), ("n", True), ("best_of", 2)]
 )
@@ -69,7 +78,7 @@ def test_completions_refuse_their_own(server, field, value):
     ("body", "param", "words"),
     [
         ({"temperature": -1}, "temperature", "greater than or equal to 0, found -1"),
-        ({"temperature": "hot"}, "temperature", "valid number, found 'hot'"),
+        ({"temperature": "hot"}, "temperature", 'valid number, found "hot"'),
         ({"temperature": 1e6}, "temperature", "less than or equal to 100"),
         ({"top_p": 0}, "top_p", "greater than 0"),
         ({"top_p": 1.5}, "top_p", "less than or equal to 1"),

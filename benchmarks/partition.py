@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -112,7 +112,7 @@ def masked_loss(
     anchor, depth = jnp.asarray(rows.anchor), jnp.asarray(rows.depth)
     dense = int((rows.depth == 0).sum())
     g = fuse(params, cfg, batch.features[0, :dense])
-    mask_g = fuse(params, cfg, params.mask_hidden[None])
+    mask_g = fuse(params, cfg, jnp.reshape(cast(Array, params.mask_hidden), (1, -1)))
     g = jnp.concatenate([g, jnp.broadcast_to(mask_g, (len(anchor) - dense, g.shape[1]))])
     tokens = jnp.where(depth == 0, shifted(batch.tokens, 1)[0, anchor], cfg.mask_token_id)
 
@@ -211,7 +211,10 @@ class Measured(NamedTuple):
 def measure(step: Callable, arguments: tuple, repeats: int) -> Measured:
     """Compiles a step, and runs it ``repeats`` times (0: never)."""
     compiled = jax.jit(step).lower(*arguments).compile()
-    memory = compiled.memory_analysis().temp_size_in_bytes
+    analysis = compiled.memory_analysis()
+    if analysis is None:
+        raise commands.CommandError(f"XLA has no memory analysis on {jax.default_backend()}")
+    memory = analysis.temp_size_in_bytes
     best, loss, gradient = None, None, None
     for _ in range(repeats):
         start = time.perf_counter()

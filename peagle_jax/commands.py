@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,17 +26,6 @@ CPU_CONTEXT = 2048
 
 class CommandError(ValueError):
     """A command that cannot run as asked; one line: found, expected, what to do."""
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse whose errors are one line too, and which takes flags only in full."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
-        super().__init__(allow_abbrev=False, **kwargs)
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {' '.join(message.split())}; see {self.prog} --help\n")
 
 
 def run_command(main: Callable[[], int]) -> int:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from peagle_jax import commands
+from peagle_jax.arguments import Parser
 from peagle_jax.commands import CommandError, Loaded
 from peagle_jax.config import TargetConfig
 from peagle_jax.layers.attention import packed_attention
@@ -144,8 +145,8 @@ def compare(
     return report | {"first_difference": difference}
 
 
-def build_parser() -> commands.Parser:
-    parser = commands.Parser(
+def build_parser() -> Parser:
+    parser = Parser(
         prog="python -m peagle_jax.generate",
         description="Decode one prompt with speculation and report speed and acceptance.",
         epilog=_EPILOG,

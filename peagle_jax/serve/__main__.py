@@ -17,6 +17,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from peagle_jax import commands
+from peagle_jax.arguments import Parser
 from peagle_jax.commands import CommandError
 from peagle_jax.serve.app import create_app, version
 from peagle_jax.serve.engine import Engine
@@ -43,8 +44,8 @@ keys of --speculative-config (all optional; null switches speculation off):
 """
 
 
-def build_parser() -> commands.Parser:
-    parser = commands.Parser(
+def build_parser() -> Parser:
+    parser = Parser(
         prog="python -m peagle_jax.serve",
         description="Serve a model over OpenAI's HTTP API, with speculative decoding. Flags as in vLLM.",
         epilog=_EPILOG,

@@ -9,47 +9,58 @@ python -m peagle_jax.train regenerate --prompts FILE --out FILE.jsonl
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import sys
 
 from rich.console import Console
 
+from peagle_jax.arguments import Parser
 from peagle_jax.train.recipe import TrainError, load_recipe
 
-COMMANDS = ("run", "features", "show-mask", "regenerate")
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
+DESCRIPTIONS = {
+    "features": "Run the target once over the recipe's conversations and store its hidden states.",
+    "show-mask": "Print conversations with what carries loss in green, or in brackets without colours.",
+    "regenerate": "Let the target answer prompts, so that a head learns from what it writes itself.",
+}
+COMMANDS = ("run", *DESCRIPTIONS)
 
 
-def parser(command: str) -> argparse.ArgumentParser:
+def parser(command: str) -> Parser:
     """The arguments of one command."""
     name = "" if command == "run" else f" {command}"
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog=f"python -m peagle_jax.train{name}",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=__doc__ if command == "run" else DESCRIPTIONS[command],
     )
     if command == "regenerate":
-        made.add_argument(
-            "--prompts", nargs="+", required=True, help=".jsonl or .jsonl.gz with prompt or messages"
+        add = made.add_argument
+        add("--prompts", nargs="+", required=True, help=".jsonl or .jsonl.gz with prompt or messages")
+        add("--out", required=True, help="the .jsonl to write, or to go on with")
+        add("--model", help="a Hugging Face folder or hub id, or a .gguf file (default: the embedded model)")
+        add("--tokenizer", help="a folder or hub id with another tokenizer")
+        add(
+            "--dtype",
+            default="bfloat16",
+            choices=["bfloat16", "float32"],
+            help="of the weights (default: bfloat16)",
         )
-        made.add_argument("--out", required=True, help="the .jsonl to write, or to go on with")
-        made.add_argument("--model", help="default: the embedded model")
-        made.add_argument("--tokenizer")
-        made.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-        made.add_argument("--batch", type=int, default=8, help="conversations at once")
-        made.add_argument("--max-tokens", type=int, default=320)
-        made.add_argument("--max-model-len", type=int, default=1024)
-        made.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7], help="taken in turn")
-        made.add_argument("--seed", type=int, default=0)
-        made.add_argument("--limit", type=int, default=0, help="only the first records")
-        made.add_argument(
-            "--template", type=json.loads, default={}, help="JSON: arguments of the chat template"
+        add("--batch", type=int, default=8, help="conversations at once (default: 8)")
+        add("--max-tokens", type=int, default=320, help="of an answer, at most (default: 320)")
+        add("--max-model-len", type=int, default=1024, help="prompt and answer together (default: 1024)")
+        add(
+            "--temperatures", type=float, nargs="+", default=[0.0, 0.7], help="taken in turn (default: 0 0.7)"
         )
+        add("--seed", type=int, default=0, help="of sampled answers (default: 0)")
+        add("--limit", type=int, default=0, help="only the first records (default: 0, all)")
+        add("--template", type=json.loads, default={}, help="JSON: arguments of the chat template")
         return made
     made.add_argument("--config", required=True, help="the recipe, a YAML file")
     if command == "features":
         made.add_argument("--dry-run", action="store_true", help="say the size and stop")
     if command == "show-mask":
-        made.add_argument("--count", type=int, default=3, help="conversations to print")
+        made.add_argument("--count", type=int, default=3, help="conversations to print (default: 3)")
     return made
 
 
@@ -88,6 +99,12 @@ def main(argv: list[str] | None = None) -> int:
         dispatch(command, arguments, Console(soft_wrap=True))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"error: {where}{error.strerror}; run it again when that is mended", file=sys.stderr)
         return 2
     return 0
 

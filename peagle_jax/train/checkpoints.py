@@ -26,13 +26,15 @@ def _plain(value: Any) -> Any:
 @dataclasses.dataclass
 class Progress:
     """What a run knows besides its state. ``worse`` counts validations since the best one; ``results``
-    are the last validation's; ``window`` is the part of a log line that is not written yet."""
+    are the last validation's; ``window`` is the part of a log line that is not written yet;
+    ``position`` is the loader's."""
 
     best_step: int | None = None
     best_loss: float | None = None
     worse: int = 0
     results: dict[str, Any] = dataclasses.field(default_factory=dict)
     window: dict[str, Any] = dataclasses.field(default_factory=dict)
+    position: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def validated(self, step: int, results: dict[str, Any]) -> bool:
         """Takes in a validation of ``step``; returns whether its loss is the lowest so far."""
@@ -62,8 +64,7 @@ class _LatestAndBest(ocp.checkpoint_managers.PreservationPolicy):
 
 
 class Checkpoints:
-    """The last ``keep`` checkpoints in a folder, and the best one with ``keep_best``. The data
-    position is the step itself.
+    """The last ``keep`` checkpoints in a folder, and the best one with ``keep_best``.
 
     ``identity`` is what a resumed run must have in common with the one that was stopped.
     """
@@ -135,6 +136,12 @@ class Checkpoints:
                     f"{self.folder} holds a run with another {key}: {found.get(key)}, not {value}; "
                     "choose another output or delete it"
                 )
+        progress = found.get("progress", {})
+        if "position" not in progress:
+            raise TrainError(
+                f"checkpoint {step} in {self.folder} holds no position in the data: an earlier version with "
+                "another order of rows wrote it; choose another output, or init.head to go on from its head"
+            )
         try:
             abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
             state = self.manager.restore(
@@ -143,7 +150,7 @@ class Checkpoints:
         except (ValueError, OSError, KeyError) as error:
             reason = " ".join(str(error).split())[:200]
             raise TrainError(f"checkpoint {step} in {self.folder} cannot be read: {reason}") from error
-        return state, Progress(**found.get("progress", {}))
+        return state, Progress(**progress)
 
     def close(self) -> None:
         """Waits for what is being written."""

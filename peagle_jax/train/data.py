@@ -1,23 +1,22 @@
-"""Batches of stored rows, in an order and with rollouts that depend on (seed, step) alone."""
+"""Batches of rows, in an order and with rollouts that depend on (seed, step) alone."""
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+import grain
 import numpy as np
 
 from peagle_jax.train import features
 from peagle_jax.train.cod import CodOptions, sample_batch, supervised_positions
+from peagle_jax.train.packing import PackedRows
 from peagle_jax.train.partition import Batch
 from peagle_jax.train.recipe import TrainError
 
-T = TypeVar("T")
-
 VALIDATION_EPOCH = 2**31  # keys of held-out rollouts; no training epoch has this number
+AHEAD = 2  # batches that are made while a step runs
 
 
 class RowStore:
@@ -79,25 +78,55 @@ class RowStore:
             wide = [row[:, c * self.width : (c + 1) * self.width] for c in self.columns[s]]
             parts.append(np.concatenate(wide, -1))
         out["features"] = np.stack(parts)
-        if self.on_prompts:
-            out["flags"] = (out["segment_ids"] >= 0).astype(out["flags"].dtype)
-        return out
+        return _flagged(out, self.on_prompts)
 
 
-def row_order(count: int, seed: int, epoch: int) -> np.ndarray:
-    """The order of all rows in an epoch."""
-    return np.random.default_rng([seed, epoch]).permutation(count)
+class MemoryRows:
+    """Packed rows without features, for steps that compute them: theirs have width 0."""
+
+    def __init__(self, packed: PackedRows, on_prompts: bool = False):
+        self.packed = packed
+        self.on_prompts = on_prompts
+        self.row_length: int = packed.tokens.shape[1]
+        self.starts = np.array([0, len(packed)])
+
+    def __len__(self) -> int:
+        return len(self.packed)
+
+    def array(self, key: str) -> np.ndarray:
+        """All rows of tokens, segment_ids, positions or flags."""
+        return getattr(self.packed, key)
+
+    def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        """Chosen rows, as of a RowStore."""
+        out = {k: self.array(k)[indices] for k in ("tokens", "segment_ids", "positions", "flags")}
+        none = np.zeros((*out["tokens"].shape, 0), np.float32)
+        return _flagged({**out, "features": none, "hidden": none}, self.on_prompts)
+
+
+Rows = RowStore | MemoryRows
+
+
+def _flagged(rows: dict[str, np.ndarray], on_prompts: bool) -> dict[str, np.ndarray]:
+    if on_prompts:
+        rows["flags"] = (rows["segment_ids"] >= 0).astype(rows["flags"].dtype)
+    return rows
+
+
+def row_stream(count: int, seed: int) -> grain.MapDataset:
+    """(epoch, row) of every place in the endless stream of epochs, each in an order of its own."""
+    rows = grain.MapDataset.range(count).shuffle(seed=seed).repeat()
+    return rows.map_with_index(lambda place, row: (place // count, int(row)))
 
 
 def indices_of_step(step: int, batch_rows: int, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Row indices and epochs, (B,), of a step: a window of the endless stream of epochs."""
-    places = np.arange(step * batch_rows, (step + 1) * batch_rows)
-    epochs, within = np.divmod(places, count)
-    rows = np.array([row_order(count, seed, e)[w] for e, w in zip(epochs, within, strict=True)])
-    return rows, epochs
+    """Row indices and epochs, (B,), of a step: a window of the stream."""
+    stream = row_stream(count, seed)
+    pairs = np.array([stream[place] for place in range(step * batch_rows, (step + 1) * batch_rows)])
+    return pairs[:, 1], pairs[:, 0]
 
 
-def make_batch(store: RowStore, indices: np.ndarray, keys: list[tuple], options: CodOptions | None) -> Batch:
+def make_batch(store: Rows, indices: np.ndarray, keys: list[tuple], options: CodOptions | None) -> Batch:
     """A host batch (numpy arrays). Without ``options`` there are no rollouts (EAGLE-3)."""
     rows = store.rows(indices)
     if options is None:
@@ -117,20 +146,8 @@ def make_batch(store: RowStore, indices: np.ndarray, keys: list[tuple], options:
     )  # pyright: ignore[reportArgumentType]
 
 
-def training_batches(
-    store: RowStore, start: int, batch_rows: int, seed: int, options: CodOptions | None
-) -> Iterator[Batch]:
-    """Batches of steps ``start``, start + 1, ... without end."""
-    step = start
-    while True:
-        indices, epochs = indices_of_step(step, batch_rows, len(store), seed)
-        keys = [(seed, int(e), int(i)) for e, i in zip(epochs, indices, strict=True)]
-        yield make_batch(store, indices, keys, options)
-        step += 1
-
-
 def validation_batches(
-    store: RowStore, limit: int, batch_rows: int, seed: int, options: CodOptions | None
+    store: Rows, limit: int, batch_rows: int, seed: int, options: CodOptions | None
 ) -> Iterator[Batch]:
     """The first ``limit`` rows (0: all), always with the same rollouts; a last part is left out
     unless it is all there is."""
@@ -142,43 +159,44 @@ def validation_batches(
         yield make_batch(store, indices, keys, options)
 
 
-class Prefetched(Iterator[T]):
-    """Runs an iterator in a thread, ``depth`` items ahead; its errors surface at ``next``."""
+class BatchLoader(Iterator[tuple[int, Batch]]):
+    """Training batches without end, each with its number of real tokens, made in a thread while the
+    step before runs. ``place`` is applied there too (it puts a batch on the devices).
 
-    _end = object()
+    ``state`` is the position after the batches taken so far, as JSON data; a loader over the same rows
+    with the same seed goes on from it after ``restore``. Errors surface at ``next``.
+    """
 
-    def __init__(self, source: Iterator[T], transform: Callable[[T], T] = lambda x: x, depth: int = 2):
-        self._items: queue.Queue[Any] = queue.Queue(depth)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(source, transform), daemon=True)
-        self._thread.start()
+    def __init__(
+        self,
+        store: Rows,
+        batch_rows: int,
+        seed: int,
+        options: CodOptions | None,
+        place: Callable[[Batch], Batch] = lambda batch: batch,
+    ):
+        def load(pairs: Sequence[tuple[int, int]]) -> tuple[int, Batch]:
+            indices = np.array([row for _, row in pairs])
+            batch = make_batch(store, indices, [(seed, epoch, row) for epoch, row in pairs], options)
+            return int((np.asarray(batch.segment_ids) >= 0).sum()), place(batch)
 
-    def _run(self, source: Iterator[T], transform: Callable[[T], T]) -> None:
+        steps = row_stream(len(store), seed).batch(batch_rows, batch_fn=list).map(load)
+        reading = grain.ReadOptions(num_threads=1, prefetch_buffer_size=AHEAD)
+        self._batches = iter(steps.to_iter_dataset(reading))
+
+    def __next__(self) -> tuple[int, Batch]:
+        return next(self._batches)
+
+    def state(self) -> dict[str, Any]:
+        return dict(self._batches.get_state())
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes to a position. Raises TrainError: it is none of this kind."""
         try:
-            for item in source:
-                if not self._put((transform(item), None)):
-                    return
-            self._put((self._end, None))
-        except Exception as error:
-            self._put((self._end, error))
-
-    def _put(self, item: Any) -> bool:
-        while not self._stop.is_set():
-            try:
-                self._items.put(item, timeout=0.1)
-            except queue.Full:
-                continue
-            return True
-        return False
-
-    def __next__(self) -> T:
-        item, error = self._items.get()
-        if item is self._end:
-            self._items.put((item, error))
-            raise error if error is not None else StopIteration
-        return item
+            self._batches.set_state(state)
+        except (KeyError, TypeError, IndexError) as error:
+            raise TrainError(f"a checkpoint holds a data position that is not understood: {state}") from error
 
     def close(self) -> None:
-        """Stops the thread and waits for it."""
-        self._stop.set()
-        self._thread.join()
+        """Stops the thread."""
+        self._batches.close()

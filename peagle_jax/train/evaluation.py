@@ -14,7 +14,7 @@ from peagle_jax.drafter.head import DrafterParams
 from peagle_jax.speculative.decoder import Decoder, Request
 from peagle_jax.speculative.sampling import SamplingParams
 from peagle_jax.speculative.statistics import AcceptanceStatistics
-from peagle_jax.train.data import RowStore, validation_batches
+from peagle_jax.train.data import Rows, validation_batches
 from peagle_jax.train.losses import Metrics
 from peagle_jax.train.metrics import acceptance_lengths, ratios
 from peagle_jax.train.placement import place_batches
@@ -48,7 +48,7 @@ def validate(
     }
 
 
-def heldout_prompts(store: RowStore, count: int, longest: int) -> list[list[int]]:
+def heldout_prompts(store: Rows, count: int, longest: int) -> list[list[int]]:
     """At most ``count`` prompts of at most ``longest`` tokens: a document's tokens up to its first
     supervised one. Documents that start with an answer (the rest of a longer one) have none."""
     tokens, ids, flags = (store.array(key) for key in ("tokens", "segment_ids", "flags"))

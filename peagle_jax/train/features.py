@@ -149,23 +149,36 @@ def shard_plan(rows: int, shard_rows: int) -> list[int]:
 
 
 def write_shard(folder: Path, name: str, arrays: dict[str, np.ndarray]) -> None:
-    """Writes a shard under a temporary name, then renames it. bfloat16 is stored as uint16."""
+    """Writes a shard under a temporary name, then renames it. bfloat16 is stored as uint16.
+
+    Raises TrainError: the disk is full or refuses; nothing of this shard is left then.
+    """
     part = folder / f".{name}.{os.getpid()}.part"
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    record = {}
-    for key, array in arrays.items():
-        array = np.ascontiguousarray(array)
-        stored = array.view(np.uint16) if array.dtype == ml_dtypes.bfloat16 else array
-        np.save(part / f"{key}.npy", stored)
-        record[key] = {"bytes": stored.nbytes, "crc32": zlib.crc32(stored.view(np.uint8))}
-    write_json(part / "shard.json", record)
+    try:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        record = {}
+        for key, array in arrays.items():
+            array = np.ascontiguousarray(array)
+            stored = array.view(np.uint16) if array.dtype == ml_dtypes.bfloat16 else array
+            with (part / f"{key}.npy").open("wb") as file:
+                np.save(file, stored)
+                file.flush()
+                os.fsync(file.fileno())  # a full network disk may tell only now
+            record[key] = {"bytes": stored.nbytes, "crc32": zlib.crc32(stored.view(np.uint8))}
+        write_json(part / "shard.json", record)
+    except OSError as error:
+        shutil.rmtree(part, ignore_errors=True)
+        raise TrainError(
+            f"{folder}: shard {name} cannot be written: {error.strerror or error}; finished shards are kept. "
+            f"Make room ({shutil.disk_usage(folder).free / 1e9:.2f} GB are free) and run it again"
+        ) from error
     try:
         os.replace(part, folder / name)
     except OSError:  # another process was faster with the same shard
+        shutil.rmtree(part, ignore_errors=True)
         if not (folder / name).is_dir():
             raise
-        shutil.rmtree(part)
 
 
 def read_shard(folder: Path, name: str, dtype: str) -> dict[str, np.ndarray]:

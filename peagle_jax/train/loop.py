@@ -13,20 +13,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import orbax.checkpoint as ocp
 from rich.console import Console
 
 from peagle_jax.train.checkpoints import Checkpoints, Progress
-from peagle_jax.train.data import Prefetched, indices_of_step, training_batches
+from peagle_jax.train.data import BatchLoader, indices_of_step
 from peagle_jax.train.evaluation import DecodeEvaluation, validate
 from peagle_jax.train.export import export_head
 from peagle_jax.train.faults import check_finite, row_names
 from peagle_jax.train.metrics import MetricsLog, Window, open_board, shown
-from peagle_jax.train.partition import Batch
 from peagle_jax.train.placement import place_batches, replicated
 from peagle_jax.train.progress import progress_bar
 from peagle_jax.train.recipe import Recipe, TrainError, recipe_dict
+from peagle_jax.train.records import HUB
 from peagle_jax.train.setup import Setup, build
 from peagle_jax.train.step import StepReport, TrainState, make_evaluation, make_optimizer, make_step, schedule
 
@@ -63,16 +62,11 @@ def stop_requests() -> Iterator[threading.Event]:
 def head_metadata(setup: Setup, step: int, steps: int, results: dict[str, Any]) -> dict[str, Any]:
     """What an exported head says about itself; folders of the machine are left out."""
     recipe = recipe_dict(setup.recipe)
-    recipe["data"]["files"] = [Path(f).name for f in recipe["data"]["files"]]
+    files = recipe["data"]["files"]
+    recipe["data"]["files"] = [f if f.startswith(HUB) else Path(f).name for f in files]
     recipe["init"]["head"] = recipe["init"]["head"] and Path(recipe["init"]["head"]).name
     del recipe["output"], recipe["features"]["folder"], recipe["features"]["also"]
     return {"target": setup.target.name, "step": step, "steps": steps, "recipe": recipe, **results}
-
-
-def host_batches(setup: Setup, start: int) -> Iterator[Batch]:
-    """Batches of steps ``start``, start + 1, ... without end, as NumPy arrays."""
-    recipe = setup.recipe
-    yield from training_batches(setup.train, start, recipe.optimizer.batch_rows, recipe.seed, setup.cod)
 
 
 def batch_rows(setup: Setup, step: int) -> str:
@@ -112,6 +106,11 @@ class Training:
             self.state, self.progress = self.checkpoints.restore(self.state)
             console.print(f"going on after step {int(self.state.step)} of {self.output}")
         self.done = int(self.state.step)
+        self.batches = BatchLoader(
+            setup.train, recipe.optimizer.batch_rows, recipe.seed, setup.cod, place_batches(self.micro)
+        )
+        if self.progress.position:
+            self.batches.restore(self.progress.position)
         self.log = MetricsLog(self.output / "metrics.jsonl", self.done, self._board())
         self.window = Window.restored(self.progress.window)
         self.rate = schedule(recipe.optimizer, self.steps)
@@ -140,21 +139,12 @@ class Training:
 
     def run(self, stop: threading.Event) -> None:
         """Trains until the last step, the end of patience or ``stop``; the last state is saved."""
-        place, start = place_batches(self.micro), self.done
-
-        def prepared() -> Iterator[tuple[int, Batch]]:
-            for batch in host_batches(self.setup, start):
-                yield int((np.asarray(batch.segment_ids) >= 0).sum()), place(batch)
-
         every = self.setup.recipe.run.checkpoint_every
-        with (
-            progress_bar(self.console, "steps") as bar,
-            contextlib.closing(Prefetched(prepared())) as batches,
-        ):
-            task = bar.add_task("training", total=self.steps, completed=start, note="")
+        with progress_bar(self.console, "steps") as bar:
+            task = bar.add_task("training", total=self.steps, completed=self.done, note="")
             self.advance = lambda **fields: bar.update(task, **fields)
             while self.done < self.steps and not self.exhausted and not stop.is_set():
-                tokens, batch = next(batches)
+                tokens, batch = next(self.batches)
                 self.state, report = self.step(self.state, self.frozen, batch)
                 self.settle()
                 self.done += 1
@@ -226,7 +216,7 @@ class Training:
         """Starts to write a checkpoint of the state after the last step. Raises TrainError."""
         self.settle()
         self.log.flush()
-        self.progress.window = self.window.saved()
+        self.progress.window, self.progress.position = self.window.saved(), self.batches.state()
         self.checkpoints.save(self.done, self.state, self.progress)
 
     def finish(self) -> Path:
@@ -259,7 +249,8 @@ class Training:
         return head
 
     def close(self) -> None:
-        """Waits for what is being written, and closes the logs."""
+        """Stops the loader, waits for what is being written, and closes the logs."""
+        self.batches.close()
         self.checkpoints.close()
         self.log.close()
 

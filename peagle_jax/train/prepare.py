@@ -16,26 +16,44 @@ from peagle_jax.train import features
 from peagle_jax.train.packing import PackedRows, pack
 from peagle_jax.train.progress import progress_bar
 from peagle_jax.train.recipe import Recipe, TrainError
+from peagle_jax.train.records import read_records
 from peagle_jax.train.tokens import (
     ConversationEncoder,
     Document,
     Summary,
     encode_records,
     is_heldout,
-    read_records,
+    on_bad_record,
 )
 
 
 def load_documents(recipe: Recipe, tokenizer: Any, cfg: TargetConfig) -> tuple[list[Document], Summary]:
     """All usable documents of the recipe's data. Raises TrainError as ``encode_records`` does."""
-    if not recipe.data.files:
-        raise TrainError("data.files is empty; name at least one .jsonl or .jsonl.gz file of conversations")
-    encoder = ConversationEncoder(tokenizer, cfg.eos_token_ids, recipe.data.template)
+    data = recipe.data
+    if not data.files:
+        raise TrainError(
+            "data.files is empty; name at least one .jsonl or .jsonl.gz file of conversations, or "
+            "hf://owner/name"
+        )
+    encoder = ConversationEncoder(tokenizer, cfg.eos_token_ids, data.template)
     summary = Summary()
-    documents = list(encode_records(read_records(recipe.data.files, recipe.data.limit), encoder, summary))
+    records = read_records(data.files, data.limit, on_bad_record(data, summary))
+    documents = list(encode_records(records, encoder, summary, data, recipe.features.row_length))
     if not documents:
-        raise TrainError(f"{', '.join(recipe.data.files)}: no usable record")
+        raise TrainError(f"{', '.join(data.files)}: no usable record; {summary.line()}")
+    largest = max(int(document.tokens.max()) for document in documents)
+    if largest >= cfg.vocab_size:
+        raise TrainError(
+            f"the tokenizer wrote id {largest}, but the target has {cfg.vocab_size} embeddings; name the "
+            "tokenizer that belongs to this target"
+        )
     return documents, summary
+
+
+def say(summary: Summary, console: Console) -> None:
+    """Prints what became of the records."""
+    for line in (summary.line(), *summary.notes()):
+        console.print(line, highlight=False, markup=False)
 
 
 def split_rows(recipe: Recipe, documents: list[Document]) -> dict[str, PackedRows]:
@@ -57,11 +75,13 @@ def compute_features(recipe: Recipe, console: Console, dry_run: bool = False) ->
     Raises TrainError, CheckpointError or ConfigError.
     """
     store = recipe.features
+    if store.mode == "online":
+        raise TrainError("features.mode is online: training computes the features itself, nothing to store")
     dtype = jnp.dtype(store.dtype)
     console.print(f"loading the target {recipe.target or '(embedded default)'} in {store.dtype}")
     model = load_target(recipe.target, dtype=dtype, tokenizer=recipe.tokenizer)
     documents, summary = load_documents(recipe, model.tokenizer, model.config)
-    console.print(summary.line())
+    say(summary, console)
     splits = split_rows(recipe, documents)
     identity = features.Identity(
         target=model.name,
@@ -107,17 +127,22 @@ def compute_features(recipe: Recipe, console: Console, dry_run: bool = False) ->
 
 
 def show_mask(recipe: Recipe, console: Console, count: int) -> None:
-    """Prints conversations with every token that carries loss in green, and the totals.
+    """Prints conversations with every token that carries loss in green (in brackets where the console has
+    no colour), and the totals.
 
     Raises TrainError as ``load_documents`` does.
     """
     model = load_target(recipe.target, tokenizer=recipe.tokenizer)
     documents, summary = load_documents(recipe, model.tokenizer, model.config)
+    opening, closing = ("", "") if console.color_system else ("⟦", "⟧")
     for document in documents[:count]:
         edges = np.flatnonzero(np.diff(document.flags)) + 1
-        shown = Text(f"{document.id}: ", style="bold")
+        shown = Text(f"conversation {document.id}: ", style="bold")
         for part in np.split(np.arange(len(document.tokens)), edges):
-            style = "green" if document.flags[part[0]] else "dim"
-            shown.append(model.tokenizer.decode(document.tokens[part].tolist()), style=style)
+            text = model.tokenizer.decode(document.tokens[part].tolist())
+            if document.flags[part[0]]:
+                shown.append(f"{opening}{text}{closing}", style="green")
+            else:
+                shown.append(text, style="dim")
         console.print(shown)
-    console.print(summary.line())
+    say(summary, console)

@@ -19,21 +19,38 @@ class TrainError(ValueError):
 class DataRecipe:
     """Conversations. ``template`` holds extra arguments of the chat template.
 
-    ``heldout`` is the share of documents, chosen by a hash of their id, that is never trained on.
-    ``limit`` reads only the first records (0: all).
+    ``files`` are .jsonl or .jsonl.gz files, or data sets of the Hugging Face hub as
+    ``hf://owner/name[:config][/split]``. ``heldout`` is the share of documents, chosen by a hash of
+    their id, that is never trained on. ``limit`` reads only the first records (0: all).
+
+    ``on_error``: a record that cannot be used stops the command ("stop"), or is counted by reason and
+    skipped ("skip"), until more than a share ``max_skipped`` is. ``too_long``, for conversations
+    longer than a row: "split" into pieces that are documents of their own, "cut" to the first row,
+    "skip", or "stop". ``turns``: all answers of a conversation in one text ("together"), or every answer
+    after its own context ("apart"), for templates that write earlier turns differently later on.
     """
 
     files: tuple[str, ...] = ()
     heldout: float = 0.02
     limit: int = 0
+    on_error: Literal["stop", "skip"] = "stop"
+    max_skipped: float = 0.05
+    too_long: Literal["split", "cut", "skip", "stop"] = "split"
+    turns: Literal["together", "apart"] = "together"
     template: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
 class FeaturesRecipe:
-    """Stored features of packed rows. ``taps`` may be a superset of the head's. ``also`` names
-    folders that other recipes filled for the same target; their rows are trained on too."""
+    """The target's states on packed rows. ``mode`` "disk" reads them from ``folder``, where the command
+    `features` stored them; "online" has every training step compute them, and stores nothing.
 
+    ``taps``, the boundaries to store, may be a superset of the head's. ``also`` names folders that
+    other recipes filled for the same target; their rows are trained on too. ``dtype`` is that of the
+    target and of its states.
+    """
+
+    mode: Literal["disk", "online"] = "disk"
     folder: str = "features"
     also: tuple[str, ...] = ()
     taps: tuple[int, ...] = ()
@@ -183,6 +200,12 @@ def _check(recipe: Recipe) -> None:
     _positive(recipe, "run.decode_prompts", "run.decode_tokens")
     if recipe.features.row_length < 4:
         raise TrainError(f"features.row_length must be at least 4, found {recipe.features.row_length}")
+    if recipe.features.mode == "online" and recipe.features.also:
+        raise TrainError("features.also names stored features, but features.mode is online; use data.files")
+    if not 0 <= recipe.seed < 2**32:
+        raise TrainError(f"seed must lie in [0, 2**32), found {recipe.seed}")
+    if not 0 <= recipe.data.max_skipped <= 1:
+        raise TrainError(f"data.max_skipped is a share in [0, 1], found {recipe.data.max_skipped}")
     if not 0 <= recipe.data.heldout < 1:
         raise TrainError(f"data.heldout is a share in [0, 1), found {recipe.data.heldout}")
     if not 0 < recipe.cod.ratio <= 1 or not 0 <= recipe.cod.floor <= 1:
@@ -270,8 +293,10 @@ def load_recipe(path: str | Path) -> Recipe:
     """Reads a recipe file. Raises TrainError: unreadable, unknown key, wrong type or value."""
     try:
         raw = yaml.safe_load(Path(path).read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise TrainError(f"{path}: {' '.join(str(error).split())}") from error
+    except OSError as error:
+        raise TrainError(f"{path}: {error.strerror or error}; --config names a recipe file") from error
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise TrainError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     return parse_recipe({} if raw is None else raw)
 
 

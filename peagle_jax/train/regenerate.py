@@ -18,7 +18,8 @@ from peagle_jax.speculative.decoder import Decoder, Request
 from peagle_jax.speculative.sampling import SamplingParams
 from peagle_jax.train.progress import progress_bar
 from peagle_jax.train.recipe import TrainError
-from peagle_jax.train.tokens import ConversationEncoder, read_records, record_id
+from peagle_jax.train.records import read_records, record_id
+from peagle_jax.train.tokens import ConversationEncoder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Conversation:
         return False
 
     def close(self) -> None:
-        """Ends the conversation before the question that does not fit the context."""
+        """Ends the conversation before a question that does not fit the context or has no answer."""
         self.turns.clear()
         while self.messages and self.messages[-1]["role"] != "assistant":
             self.messages.pop()
@@ -144,7 +145,10 @@ def answer(
             text = encoder.tokenizer.decode(
                 ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
             )
-            c.messages.append({"role": "assistant", "content": text})
+            if text.strip():
+                c.messages.append({"role": "assistant", "content": text})
+            else:
+                c.close()
 
 
 def temperature_of(number: int, options: Options) -> float:
@@ -216,6 +220,7 @@ def regenerate(options: Options, console: Console, model: LoadedTarget | None = 
             elapsed = bar.tasks[task].elapsed or 1.0
             bar.update(task, advance=len(group), note=f"{tokens / elapsed:,.0f} tokens/s")
     console.print(
-        f"{added} records, {tokens} answer tokens; {len(waiting) - added} prompts left no room for an answer"
+        f"{added} records, {tokens} answer tokens; {len(waiting) - added} prompts got no answer: "
+        "no room was left, or the target wrote none"
     )
     return added

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,16 +12,18 @@ import numpy as np
 from jaxtyping import Array
 
 from peagle_jax.checkpoint.head import load_head
-from peagle_jax.checkpoint.model import LoadedTarget, load_target
+from peagle_jax.checkpoint.model import LoadedTarget
 from peagle_jax.config import DrafterConfig, default_taps
 from peagle_jax.drafter.head import DrafterParams
 from peagle_jax.drafter.vocabulary import check_mask_token, choose_draft_ids, choose_mask_token, coverage
-from peagle_jax.train import features, warm_start
+from peagle_jax.train import warm_start
 from peagle_jax.train.cod import CodOptions, depth_counts
-from peagle_jax.train.data import RowStore
+from peagle_jax.train.data import Rows
 from peagle_jax.train.losses import Metrics
+from peagle_jax.train.online import online_target
 from peagle_jax.train.partition import Batch, peagle_loss
 from peagle_jax.train.recipe import Recipe, TrainError
+from peagle_jax.train.sources import open_source
 from peagle_jax.train.step import Frozen, Objective
 from peagle_jax.train.ttt import eagle3_loss
 
@@ -40,8 +41,8 @@ class Setup:
     params: DrafterParams
     frozen: Frozen
     draft_ids: np.ndarray | None
-    train: RowStore
-    heldout: RowStore | None
+    train: Rows
+    heldout: Rows | None
     cod: CodOptions | None
     objective: Objective
     identity: dict[str, Any]
@@ -127,14 +128,6 @@ def drafter_config(recipe: Recipe, target: LoadedTarget, mask_token: int | None)
     )
 
 
-def _check_store(recipe: Recipe, target: LoadedTarget, manifest: dict[str, Any]) -> None:
-    if manifest["weights"] != features.weights_digest(target.params):
-        raise TrainError(
-            f"{recipe.features.folder} holds features of {manifest['target']} with other weights than "
-            f"{target.name} in {manifest['dtype']}; compute them again or name that target"
-        )
-
-
 def _feature_statistics(rows: dict[str, np.ndarray], cfg: DrafterConfig) -> tuple[np.ndarray, list[float]]:
     """Mean feature (C,) over real positions, and the root mean square of each tap."""
     real = rows["features"][rows["segment_ids"] >= 0].astype(np.float32)
@@ -183,17 +176,9 @@ def _continued(
 
 def build(recipe: Recipe) -> Setup:
     """Loads and checks everything. Raises TrainError, CheckpointError, ConfigError, VocabularyError."""
-    folders = (recipe.features.folder, *recipe.features.also)
-    manifests = [features.read_manifest(Path(folder)) for folder in folders]
-    manifest = manifests[0]
-    dtype = jnp.dtype(manifest["dtype"])
-    target = load_target(recipe.target, dtype=dtype, tokenizer=recipe.tokenizer)
-    _check_store(recipe, target, manifest)
-    taps = recipe.head.taps or default_taps(target.config.num_layers)
-    train = RowStore(folders, "train", taps, recipe.loss.on_prompts)
-    if not len(train):
-        raise TrainError(f"{recipe.features.folder} holds no training row")
-    heldout = RowStore(folders, "heldout", taps)
+    source = open_source(recipe)
+    target, train, heldout = source.target, source.train, source.heldout
+    dtype = jnp.dtype(source.dtype)
 
     tokens, flags, ids = (train.array(key) for key in ("tokens", "flags", "segment_ids"))
     vocab = target.config.vocab_size
@@ -220,13 +205,13 @@ def build(recipe: Recipe) -> Setup:
         required = {i for i in reserved if i < vocab} | {i for i in special if i < vocab and supervised[i]}
         draft_ids = choose_draft_ids(supervised, cfg.draft_vocab_size, required)
 
-    sample = train.rows(np.arange(min(SAMPLE_ROWS, len(train))))
+    sample = source.sample(SAMPLE_ROWS, recipe.features.batch_rows)
     mean, scales = _feature_statistics(sample, cfg)
     loss = _target_loss(target, {k: v[:4] for k, v in sample.items()})
     if loss > 0.75 * np.log(vocab):
         raise TrainError(
-            f"the target's own loss on the stored rows is {loss:.2f} nats, no better than chance "
-            f"({np.log(vocab):.2f}); the stored states do not belong to this target"
+            f"the target's own loss on the rows is {loss:.2f} nats, no better than chance "
+            f"({np.log(vocab):.2f}); the states do not belong to this target"
         )
     if saved is not None:
         params = _continued(recipe, cfg, *saved)
@@ -240,6 +225,7 @@ def build(recipe: Recipe) -> Setup:
     frozen = Frozen(
         embed=target.params.embed.astype(dtype),
         target_head=warm_start.target_rows(target.params, draft_ids).astype(dtype),
+        target=online_target(target.params, target.config, cfg.taps) if source.online else None,
     )
     if not recipe.head.train_lm_head:
         frozen = frozen.replace(lm_head=params.lm_head.astype(dtype))
@@ -248,7 +234,8 @@ def build(recipe: Recipe) -> Setup:
     objective, options = make_objective(recipe, cfg, train.row_length)
     count = sum(w.size for w in jax.tree.leaves(params))
     notes = [
-        f"target {target.name}: loss on stored answers {loss:.3f} nats; {len(train)} training rows of "
+        *source.notes,
+        f"target {target.name}: loss on its answers {loss:.3f} nats; {len(train)} training rows of "
         f"{train.row_length}, {int((flags != 0).sum())} supervised tokens, {len(heldout)} held-out rows",
         f"{recipe.method} head: {cfg.num_layers} layers, {count / 1e6:.1f} M trained weights, taps "
         f"{list(cfg.taps)} with root mean squares {', '.join(f'{s:.2f}' for s in scales)}",
@@ -263,8 +250,8 @@ def build(recipe: Recipe) -> Setup:
         )
     identity = {
         "method": recipe.method,
-        "features": {k: manifest[k] for k in ("weights", "dtype")},
-        "data": [m["data"] for m in manifests],
+        "features": {"weights": source.weights, "dtype": source.dtype},
+        "data": source.data,
         "on_prompts": recipe.loss.on_prompts,
         "head": dataclasses.asdict(cfg),
         "draft_ids": zlib.crc32(draft_ids.tobytes()) if draft_ids is not None else None,

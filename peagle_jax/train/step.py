@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 
 from peagle_jax.drafter.head import DrafterParams
 from peagle_jax.train.losses import Metrics
+from peagle_jax.train.online import OnlineTarget, with_features
 from peagle_jax.train.partition import Batch
 from peagle_jax.train.recipe import OptimizerRecipe
 
@@ -21,11 +22,13 @@ Objective = Callable[[DrafterParams, Array, Batch], tuple[Array, Metrics]]
 
 @struct.dataclass
 class Frozen:
-    """What the head reads but does not learn. ``lm_head`` is None when it is trained."""
+    """What the head reads but does not learn. ``lm_head`` is None when it is trained; ``target`` is there
+    when batches come without features."""
 
     embed: Array  # (V, D)
     target_head: Array  # (Vd, D), the target's rows at the draft ids
     lm_head: Array | None = None  # (Vd, D)
+    target: OnlineTarget | None = None
 
 
 @struct.dataclass
@@ -99,6 +102,7 @@ def gradients(
     grad = jax.value_and_grad(_summed, has_aux=True)
 
     def one(batch: Batch):
+        batch = with_features(batch, frozen.target, frozen.embed)
         (total, metrics), gradient = grad(params, frozen, batch, objective, dtype)
         return total, gradient, metrics
 
@@ -137,6 +141,7 @@ def make_evaluation(
     """The jitted sums per depth of one batch (without the micro-batch axis)."""
 
     def evaluate(params: DrafterParams, frozen: Frozen, batch: Batch) -> Metrics:
+        batch = with_features(batch, frozen.target, frozen.embed)
         return objective(complete(params, frozen, dtype), frozen.target_head, batch)[1]
 
     return jax.jit(evaluate)

@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import gzip
 import hashlib
-import json
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
-from peagle_jax.train.recipe import TrainError
-
-MAX_SKIPPED = 0.05
+from peagle_jax.train.recipe import DataRecipe, TrainError
+from peagle_jax.train.records import RecordError, name_of, record_id
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,56 +29,50 @@ class Document:
 
 @dataclasses.dataclass
 class Summary:
-    """What became of the records. ``skipped`` counts reasons."""
+    """What became of the records. ``skipped`` counts reasons, ``first`` holds the first message of each;
+    ``long`` counts what was done about conversations longer than ``row_length``."""
 
     documents: int = 0
     tokens: int = 0
     supervised: int = 0
+    row_length: int = 0
     skipped: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+    first: dict[str, str] = dataclasses.field(default_factory=dict)
+    long: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+
+    def skip(self, error: RecordError) -> None:
+        """Counts a bad record."""
+        self.skipped[error.reason] += 1
+        self.first.setdefault(error.reason, str(error))
 
     def line(self) -> str:
         dropped = sum(self.skipped.values())
-        reasons = ", ".join(f"{count} {reason}" for reason, count in self.skipped.items())
-        return (
+        text = (
             f"{self.documents} documents, {self.tokens} tokens, {self.supervised} supervised; "
-            f"skipped {dropped}" + (f" ({reasons})" if dropped else "")
+            f"skipped {dropped}" + (f" ({_counts(self.skipped)})" if dropped else "")
         )
+        if self.long:
+            text += f"; longer than {self.row_length} tokens: {_counts(self.long)}"
+        return text
+
+    def notes(self) -> list[str]:
+        """One line for every reason: the first record that was skipped for it."""
+        return [f"first of {self.skipped[reason]} {reason}: {text}" for reason, text in self.first.items()]
 
 
-def read_records(paths: Iterable[str | Path], limit: int = 0) -> Iterator[dict[str, Any]]:
-    """Records of JSON-lines files (.gz too), in order; at most ``limit`` of them unless 0.
-
-    Raises TrainError: no such file, or a line that is not a JSON object.
-    """
-    seen = 0
-    for path in paths:
-        if not Path(path).is_file():
-            raise TrainError(f"data file {path} does not exist")
-        opener = gzip.open if str(path).endswith(".gz") else open
-        with opener(path, "rt", encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                if limit and seen >= limit:
-                    return
-                try:
-                    record = json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise TrainError(f"{path} line {number} is not JSON: {error.msg}") from error
-                if not isinstance(record, dict):
-                    raise TrainError(
-                        f"{path} line {number} holds {type(record).__name__}, expected an object"
-                    )
-                seen += 1
-                yield record
+def _counts(counter: collections.Counter) -> str:
+    return ", ".join(f"{count} {reason}" for reason, count in counter.items())
 
 
-def record_id(record: dict[str, Any]) -> str:
-    """The record's id, or a hash of its content where it has none."""
-    if record.get("id") is not None:
-        return str(record["id"])
-    content = json.dumps(record.get("messages", record.get("prompt")), sort_keys=True)
-    return hashlib.sha256(content.encode()).hexdigest()[:16]
+def on_bad_record(data: DataRecipe, summary: Summary) -> Callable[[RecordError], None]:
+    """What ``data.on_error`` asks for: to count the record in ``summary``, or to raise TrainError."""
+    if data.on_error == "skip":
+        return summary.skip
+
+    def stop(error: RecordError) -> None:
+        raise TrainError(f"{error}; correct it, or set data.on_error: skip to count and skip such records")
+
+    return stop
 
 
 def is_heldout(identifier: str, share: float) -> bool:
@@ -105,16 +95,22 @@ class ConversationEncoder:
         self.stop_ids = frozenset(stop_ids) | (frozenset() if eos is None else {eos})
 
     def render(self, messages: list[dict], generation: bool) -> str:
-        """The template's text. Raises TrainError naming the template's own complaint."""
+        """The template's text. Raises RecordError naming the template's own complaint."""
         try:
             return self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=generation, **self.template
             )
         except Exception as error:  # templates raise what they like
-            raise TrainError(f"the chat template refused a record: {' '.join(str(error).split())}") from error
+            reason = " ".join(str(error).split())
+            raise RecordError(
+                "refused by the template", f"the chat template refused a record: {reason}"
+            ) from error
 
     def _ids(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        try:
+            return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        except (TypeError, UnicodeError) as error:  # half of a surrogate pair, which JSON can write
+            raise RecordError("not valid Unicode", "the text is not valid Unicode") from error
 
     def prompt_ids(self, messages: list[dict]) -> list[int]:
         """Ids of a conversation that awaits an answer, as serving encodes it."""
@@ -127,33 +123,69 @@ class ConversationEncoder:
         and ``finish`` is "length": that answer was cut and has no end. What follows the last
         flagged token is dropped, since no prediction depends on it.
 
-        Raises TrainError: the template writes earlier turns differently once later ones follow,
-        so that no prefix of the text is what the target saw.
+        Raises RecordError: the template refuses the messages, or writes earlier turns differently once
+        later ones follow, so that no prefix of the text is what the target saw; an answer is empty.
         """
         ids: list[int] = []
         flags: list[bool] = []
         done = ""
-        turns = [i for i, m in enumerate(messages) if m.get("role") == "assistant"]
+        turns = _answers(messages)
         for i in turns:
-            before = self.render(messages[:i], True)
-            after = self.render(messages[: i + 1], False)
-            if not before.startswith(done) or not after.startswith(before):
-                raise TrainError(
+            before, answer, supervised, after = self._turn(messages, i, finish if i == turns[-1] else None)
+            if not before.startswith(done):
+                raise RecordError(
+                    "rewritten by the template",
                     f"the chat template rewrites earlier text when message {i + 1} of {len(messages)} is "
-                    "added, so answers cannot be located; give one answer a record, or set data.template"
+                    "added, so no one text holds all answers; set data.turns: apart, or see data.template",
                 )
             context = self._ids(before[len(done) :])
-            answer = self._answer(before, after)
-            ends = [j for j, token in enumerate(answer) if token in self.stop_ids]
-            close = ends[-1] if ends else len(answer)
-            cut = i == turns[-1] and finish == "length"
-            supervised = close if cut or not ends else close + 1
             ids += context + answer
             flags += [False] * len(context)
             flags += [True] * supervised + [False] * (len(answer) - supervised)
             done = after
         length = max((j + 1 for j, flag in enumerate(flags) if flag), default=0)
         return np.array(ids[:length], np.int32), np.array(flags[:length], bool)
+
+    def encode_apart(
+        self, messages: list[dict], finish: str | None = None
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Every assistant message after the text that serving would have put before it: a text a turn,
+        each as ``encode`` returns it with that turn alone flagged. Raises RecordError as ``encode``."""
+        out = []
+        turns = _answers(messages)
+        for i in turns:
+            before, answer, supervised, _ = self._turn(messages, i, finish if i == turns[-1] else None)
+            context = self._ids(before)
+            flags = np.arange(len(context) + supervised) >= len(context)
+            out.append((np.array(context + answer[:supervised], np.int32), flags))
+        return out
+
+    def _turn(self, messages: list[dict], i: int, finish: str | None) -> tuple[str, list[int], int, str]:
+        """Of message i: the text before it, its ids, how many of them the target would write, and the
+        text up to its end."""
+        if i == 0:
+            fault = f"message 1 of {len(messages)} is the assistant's, and nothing stands before it"
+            raise RecordError("with an answer to nothing", fault)
+        before = self.render(messages[:i], True)
+        after = self.render(messages[: i + 1], False)
+        if not after.startswith(before):
+            raise RecordError(
+                "rewritten by the template",
+                f"the chat template rewrites earlier text when message {i + 1} of {len(messages)} is added, "
+                "so its answer cannot be located; data.template passes arguments to the template",
+            )
+        answer = self._answer(before, after)
+        ends = [j for j, token in enumerate(answer) if token in self.stop_ids]
+        close = ends[-1] if ends else len(answer)
+        message = messages[i]
+        said = any(message.get(k) for k in ("tool_calls", "reasoning_content", "thinking"))
+        written = said or str(message.get("content", "")).strip()
+        if not written or not self.tokenizer.decode(answer[:close]).strip():
+            whose = f"message {i + 1} of {len(messages)}, the assistant's,"
+            if written:
+                raise RecordError("left out by the template", f"{whose} is left out by the chat template")
+            raise RecordError("with an empty assistant turn", f"{whose} is empty")
+        return before, answer, close + (bool(ends) and finish != "length"), after
 
     def _answer(self, before: str, after: str) -> list[int]:
         """Ids of what the assistant wrote after the prompt ``before``.
@@ -167,41 +199,89 @@ class ConversationEncoder:
         return self._ids(after[len(before) :])
 
 
+def _answers(messages: list[dict]) -> list[int]:
+    return [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+
+
 def encode_records(
-    records: Iterable[dict[str, Any]], encoder: ConversationEncoder, summary: Summary
+    records: Iterable[dict[str, Any]],
+    encoder: ConversationEncoder,
+    summary: Summary,
+    data: DataRecipe,
+    row_length: int = 0,
 ) -> Iterator[Document]:
     """Documents of records with ``messages``; fills ``summary``.
 
-    Records without a supervised token, or which the template refuses, are skipped and counted.
+    A record that cannot be used stops the run or is counted, as ``data.on_error`` says; one longer than
+    ``row_length`` tokens (0: no limit) is treated as ``data.too_long`` says.
 
-    Raises TrainError: a record without messages, or more than 5 % skipped.
+    Raises TrainError: a bad record under "stop", or more than ``data.max_skipped`` skipped.
     """
-    refusal = ""
+    bad = on_bad_record(data, summary)
+    summary.row_length = row_length
     for record in records:
-        messages = record.get("messages")
-        if not isinstance(messages, list):
-            hint = "; write the answers first with `python -m peagle_jax.train regenerate`"
-            raise TrainError(
-                f"record {record_id(record)} has no messages" + (hint if "prompt" in record else "")
-            )
         try:
-            tokens, flags = encoder.encode(messages, record.get("finish"))
-        except TrainError as error:
-            refusal = refusal or f"; first: {error}"
-            summary.skipped["refused by the template"] += 1
+            parts = _encoded(record, encoder, data)
+        except RecordError as error:
+            bad(RecordError(error.reason, f"{name_of(record)}: {error}"))
             continue
-        if not flags.any():
-            summary.skipped["without a supervised token"] += 1
-            continue
-        summary.documents += 1
-        summary.tokens += len(tokens)
-        summary.supervised += int(flags.sum())
-        yield Document(record_id(record), tokens, flags)
+        for tokens, flags in parts:
+            if row_length and len(tokens) > row_length:
+                tokens, flags = _shortened(record, tokens, flags, row_length, data, summary)
+            if not len(tokens):
+                continue
+            summary.documents += 1
+            summary.tokens += len(tokens)
+            summary.supervised += int(flags.sum())
+            yield Document(record_id(record), tokens, flags)
     skipped = sum(summary.skipped.values())
-    if skipped > MAX_SKIPPED * (skipped + summary.documents):
-        reasons = ", ".join(f"{count} {reason}" for reason, count in summary.skipped.items())
+    if skipped > data.max_skipped * (skipped + summary.documents):
         name = getattr(encoder.tokenizer, "name_or_path", "") or "this tokenizer"
         raise TrainError(
             f"{skipped} of {skipped + summary.documents} records cannot be used with the chat template of "
-            f"{name}: {reasons} (at most {MAX_SKIPPED:.0%} are tolerated){refusal}"
+            f"{name}: {_counts(summary.skipped)} (data.max_skipped allows {data.max_skipped:.0%}); "
+            f"first: {next(iter(summary.first.values()))}"
         )
+
+
+def _encoded(
+    record: dict[str, Any], encoder: ConversationEncoder, data: DataRecipe
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    messages = record.get("messages")
+    if not isinstance(messages, list):
+        hint = f"it has {', '.join(record) or 'no fields'}"
+        if "prompt" in record:
+            hint = "write the answers first with `python -m peagle_jax.train regenerate`"
+        raise RecordError("without messages", f"no messages; {hint}")
+    if data.turns == "apart":
+        parts = encoder.encode_apart(messages, record.get("finish"))
+    else:
+        parts = [encoder.encode(messages, record.get("finish"))]
+    if not any(flags.any() for _, flags in parts):
+        raise RecordError("without a supervised token", "no token of it carries loss")
+    return parts
+
+
+def _shortened(
+    record: dict[str, Any],
+    tokens: np.ndarray,
+    flags: np.ndarray,
+    row_length: int,
+    data: DataRecipe,
+    summary: Summary,
+) -> tuple[np.ndarray, np.ndarray]:
+    """A document that does not fit a row, as ``data.too_long`` wants it; empty: left out."""
+    if data.too_long == "stop":
+        raise TrainError(
+            f"{name_of(record)} has {len(tokens)} tokens, more than features.row_length {row_length}; raise "
+            "that, or set data.too_long to skip, cut or split"
+        )
+    if data.too_long == "split":  # where rows are packed
+        summary.long["split"] += 1
+        return tokens, flags
+    kept = row_length if data.too_long == "cut" and flags[:row_length].any() else 0
+    if kept:
+        summary.long["cut"] += 1
+    else:
+        summary.long["skipped" if data.too_long == "skip" else "cut away, no answer begins in time"] += 1
+    return tokens[:kept], flags[:kept]

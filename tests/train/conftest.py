@@ -4,7 +4,7 @@ import jax
 import pytest
 from rich.console import Console
 
-from peagle_jax.train import prepare, setup
+from peagle_jax.train import prepare, sources
 from tests.train import tiny_run
 
 
@@ -33,7 +33,7 @@ def console():
 def tiny_target(monkeypatch, compiled):
     """The tiny target in place of every load_target."""
     loaded = tiny_run.target()
-    for module in (prepare, setup):
+    for module in (prepare, sources):
         monkeypatch.setattr(module, "load_target", lambda *args, **kwargs: loaded)
     return loaded
 

@@ -15,13 +15,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from peagle_jax.train import loop, setup
+from peagle_jax.train import loop, sources
 from tests.train import tiny_run
 
 
 def main(folder: Path, changes: dict, die_at: int, waiting_for: int) -> None:
     loaded = tiny_run.target()
-    setup.load_target = lambda *args, **kwargs: loaded
+    sources.load_target = lambda *args, **kwargs: loaded
     make_step = loop.make_step
 
     def mortal(*args):

@@ -1,8 +1,11 @@
+import errno
 import json
+import os
 
 import pytest
 import yaml
 
+from peagle_jax.train import __main__
 from peagle_jax.train.__main__ import main
 from peagle_jax.train.recipe import recipe_dict
 from tests.train import tiny_run
@@ -67,6 +70,7 @@ def test_show_mask_prints_what_carries_loss(capsys, tiny_target, tmp_path):
     assert main(["show-mask", "--config", write_recipe(tmp_path), "--count", "2"]) == 0
     out = capsys.readouterr().out
     assert "c0: <|im_start|>" in out and "c1: " in out and "c2: " not in out
+    assert out.count("assistant⟦w") == out.count("<|im_end|>⟧") == 2
     assert "4 documents" in out
 
 
@@ -76,7 +80,47 @@ def test_show_mask_fails_where_the_template_gives_no_supervision(capsys, tiny_ta
     )
     tiny_run.write_data(tmp_path / "data.jsonl", tiny_run.conversations(4))
     assert main(["show-mask", "--config", write_recipe(tmp_path)]) == 2
+    assert "record c0" in error_of(capsys)
+    assert main(["show-mask", "--config", write_recipe(tmp_path, data={"on_error": "skip"})]) == 2
     assert "4 of 4 records cannot be used" in error_of(capsys)
+
+
+def test_bad_records_are_one_line_or_a_count(capsys, tiny_target, tmp_path):
+    path = tmp_path / "data.jsonl"
+    tiny_run.write_data(path, tiny_run.conversations(60))
+    lines = path.read_text().splitlines()
+    lines[3] = lines[3][:40]
+    lines[5] = json.dumps({"id": "e", "messages": [{"role": "user", "content": "w1"}] * 2})
+    path.write_text("\n".join(lines) + "\n")
+    assert main(["features", "--config", write_recipe(tmp_path), "--dry-run"]) == 2
+    told = error_of(capsys)
+    assert f"{path} line 4 is not JSON" in told and "set data.on_error: skip" in told
+    assert main(["features", "--config", write_recipe(tmp_path, data={"on_error": "skip"}), "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "58 documents" in out and "skipped 2 (1 not JSON, 1 without a supervised token)" in out
+    assert f"first of 1 not JSON: {path} line 4" in out
+
+
+def test_a_full_disk_is_one_line(capsys, monkeypatch, tmp_path):
+    def full(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "out.jsonl")
+
+    monkeypatch.setattr(__main__, "dispatch", full)
+    assert main(["--config", "r.yaml"]) == 2
+    assert error_of(capsys) == "error: out.jsonl: No space left on device; run it again when that is mended"
+
+
+def test_ids_beyond_the_targets_embeddings_are_refused(capsys, tiny_target, tmp_path):
+    tiny_target.tokenizer.add_special_tokens({"additional_special_tokens": ["<|new|>"]})
+    tiny_target.tokenizer.chat_template = tiny_run.CHATML.replace("{{ m.role }}", "{{ m.role }} <|new|>")
+    tiny_run.write_data(tmp_path / "data.jsonl", tiny_run.conversations(4))
+    assert main(["show-mask", "--config", write_recipe(tmp_path)]) == 2
+    assert "the tokenizer wrote id 53, but the target has 53 embeddings" in error_of(capsys)
+
+
+def test_online_features_have_nothing_to_store(capsys, tiny_target, tmp_path):
+    assert main(["features", "--config", write_recipe(tmp_path, features={"mode": "online"})]) == 2
+    assert "features.mode is online" in error_of(capsys)
 
 
 def test_regenerate_refuses_an_output_that_cannot_go_on(capsys, tmp_path):

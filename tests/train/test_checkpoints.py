@@ -72,17 +72,6 @@ def test_a_step_is_saved_once(checkpoints):
     assert int(checkpoints.restore(state(0))[0].step) == 4
 
 
-def test_a_checkpoint_without_progress_is_read(checkpoints):
-    """As the first release of the trainer wrote them."""
-    import orbax.checkpoint as ocp
-
-    run = ocp.args.JsonSave({"seed": 1})
-    checkpoints.manager.save(3, args=ocp.args.Composite(state=ocp.args.StandardSave(state(3)), run=run))
-    checkpoints.wait()
-    found, progress = checkpoints.restore(state(0))
-    assert int(found.step) == 3 and progress == Progress()
-
-
 def test_a_disk_that_refuses_is_told_in_one_line(checkpoints, tmp_path, monkeypatch):
     def full():
         raise OSError(28, "No space left\non device")

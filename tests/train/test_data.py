@@ -1,4 +1,6 @@
+import json
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -6,15 +8,17 @@ import pytest
 from peagle_jax.train import prepare
 from peagle_jax.train.cod import CodOptions
 from peagle_jax.train.data import (
-    Prefetched,
+    BatchLoader,
+    MemoryRows,
     RowStore,
     indices_of_step,
     make_batch,
-    training_batches,
     validation_batches,
 )
+from peagle_jax.train.packing import pack
 from peagle_jax.train.recipe import TrainError
 from peagle_jax.train.setup import template_ids
+from peagle_jax.train.tokens import Document
 from tests.train import tiny_run
 
 OPTIONS = CodOptions(num_depths=4, ratio=0.7, segments=2)
@@ -80,13 +84,60 @@ def equal(a, b):
     return all(np.array_equal(x, y) for x, y in zip(vars(a).values(), vars(b).values(), strict=True))
 
 
-def test_batches_depend_on_the_step_and_not_on_where_a_run_began(prepared):
+def taken(loader, count):
+    return [next(loader)[1] for _ in range(count)]
+
+
+def test_a_restored_loader_goes_on_with_exactly_the_batches_that_were_left(prepared):
     store = RowStore([prepared / "features"], "train", (1, 3, 5))
-    straight, later = training_batches(store, 0, 3, 7, OPTIONS), training_batches(store, 4, 3, 7, OPTIONS)
-    first = [next(straight) for _ in range(7)]
-    for step in range(4, 7):
-        assert equal(first[step], next(later))
-    assert not equal(first[0], first[1])
+    per_epoch = -(-len(store) // 3)
+    unbroken = taken(BatchLoader(store, 3, 7, OPTIONS), 2 * per_epoch)
+    stopped = BatchLoader(store, 3, 7, OPTIONS)
+    taken(stopped, per_epoch - 1)  # more are made ahead; the position is that of the ones taken
+    state = json.loads(json.dumps(stopped.state()))
+    later = BatchLoader(store, 3, 7, OPTIONS)
+    later.restore(state)
+    rest = taken(later, per_epoch + 1)
+    assert all(equal(a, b) for a, b in zip(unbroken[per_epoch - 1 :], rest, strict=True))
+    assert not equal(unbroken[0], unbroken[1])
+    assert later.state() != state
+    again = BatchLoader(store, 3, 8, OPTIONS)
+    assert not equal(next(again)[1], unbroken[0])
+
+
+def test_the_loader_takes_the_rows_of_the_step(prepared):
+    store = RowStore([prepared / "features"], "train", (1,))
+    loader = BatchLoader(store, 4, 3, None)
+    for step in range(len(store) // 2):
+        rows, _ = indices_of_step(step, 4, len(store), 3)
+        count, batch = next(loader)
+        np.testing.assert_array_equal(batch.tokens, store.rows(rows)["tokens"])
+        assert count == (batch.segment_ids >= 0).sum()
+
+
+def test_a_batch_may_be_larger_than_the_data():
+    rows, epochs = indices_of_step(2, 5, 1, 4)
+    assert rows.tolist() == [0] * 5 and epochs.tolist() == [10, 11, 12, 13, 14]
+
+
+def test_a_position_of_another_kind_is_refused(prepared):
+    loader = BatchLoader(RowStore([prepared / "features"], "train", (1,)), 3, 7, OPTIONS)
+    for state in ({"other": 1}, {"next_index": -5}, [3]):
+        with pytest.raises(TrainError, match="a data position that is not understood"):
+            loader.restore(state)
+
+
+def test_rows_in_memory_are_those_that_would_be_stored(prepared, tiny_target):
+    recipe = tiny_run.recipe(prepared)
+    documents, _ = prepare.load_documents(recipe, tiny_target.tokenizer, tiny_target.config)
+    packed = prepare.split_rows(recipe, documents)["train"]
+    for on_prompts in (False, True):
+        store = RowStore([prepared / "features"], "train", (1,), on_prompts)
+        memory = MemoryRows(packed, on_prompts)
+        assert (len(memory), memory.row_length) == (len(store), store.row_length)
+        a, b = next(BatchLoader(store, 3, 7, OPTIONS))[1], next(BatchLoader(memory, 3, 7, OPTIONS))[1]
+        assert b.features.shape == b.target_hidden.shape == (3, 32, 0)
+        assert equal(a.replace(features=b.features, target_hidden=b.target_hidden), b)
 
 
 def test_the_same_row_has_other_rollouts_in_another_epoch(prepared):
@@ -110,24 +161,39 @@ def test_eagle3_batches_have_no_rollouts(prepared):
     assert batch.anchors.shape == batch.lengths.shape == (1, 2, 0)
 
 
-def test_prefetching_keeps_order_and_passes_errors_on():
-    def source():
-        yield from range(5)
-        raise TrainError("the disk is gone")
+class Broken(MemoryRows):
+    """Fails from the third batch on."""
 
-    ahead = Prefetched(source(), lambda x: x * 10)
-    assert [next(ahead) for _ in range(5)] == [0, 10, 20, 30, 40]
-    for _ in range(2):
-        with pytest.raises(TrainError, match="the disk is gone"):
-            next(ahead)
-    assert list(Prefetched(iter("abc"))) == ["a", "b", "c"]
+    calls = 0
+
+    def rows(self, indices):
+        self.calls += 1
+        if self.calls > 2:
+            raise TrainError("the disk is gone")
+        return super().rows(indices)
+
+
+def packed_rows(count):
+    tokens, flags = np.arange(8, dtype=np.int32), np.ones(8, bool)
+    return pack([Document(str(i), tokens, flags) for i in range(count)], 8)
+
+
+def test_an_error_while_a_batch_is_made_surfaces_with_its_batch():
+    loader = BatchLoader(Broken(packed_rows(5)), 2, 0, None)
+    taken(loader, 2)
+    with pytest.raises(TrainError, match="the disk is gone"):
+        next(loader)
 
 
 def test_closing_stops_the_thread():
     before = threading.active_count()
-    ahead = Prefetched(iter(int, 1))
-    next(ahead)
-    ahead.close()
+    loader = BatchLoader(MemoryRows(packed_rows(5)), 2, 0, None)
+    next(loader)
+    assert threading.active_count() == before + 1
+    loader.close()
+    until = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < until:
+        time.sleep(0.01)
     assert threading.active_count() == before
 
 

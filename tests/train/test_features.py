@@ -1,4 +1,7 @@
+import errno
 import json
+import os
+import resource
 import shutil
 
 import jax
@@ -10,7 +13,7 @@ import pytest
 from peagle_jax.models import stack
 from peagle_jax.train import features, prepare
 from peagle_jax.train.data import RowStore
-from peagle_jax.train.recipe import TrainError
+from peagle_jax.train.recipe import DataRecipe, TrainError
 from peagle_jax.train.tokens import ConversationEncoder, Summary, encode_records
 from tests.tiny import TARGET
 from tests.train import tiny_run
@@ -62,7 +65,7 @@ def test_every_document_is_in_one_split(prepared, tiny_target, conversations):
         )
     }
     encoder = ConversationEncoder(tiny_target.tokenizer)
-    documents = list(encode_records(conversations, encoder, Summary()))
+    documents = list(encode_records(conversations, encoder, Summary(), DataRecipe()))
     text = {s: [",".join(map(str, r)) for r in found.tolist()] for s, found in rows.items()}
     homes = [
         [s for s in features.SPLITS if any(",".join(map(str, d.tokens.tolist())) in row for row in text[s])]
@@ -133,6 +136,52 @@ def test_too_little_disk_stops_before_anything_is_computed(tiny_target, tmp_path
     with pytest.raises(TrainError, match="GB are free"):
         prepare.compute_features(tiny_run.recipe(tmp_path), console)
     assert not list((tmp_path / "features").glob("train-*"))
+
+
+def test_a_disk_that_fills_up_keeps_finished_shards_and_nothing_else(
+    tiny_target, tmp_path, console, monkeypatch, conversations
+):
+    tiny_run.write_data(tmp_path / "data.jsonl", conversations)
+    original, calls = np.save, []
+
+    def save(file, array):
+        calls.append(array)
+        if len(calls) == len(features.ARRAYS) + 5:  # the big array of the second shard
+            file.write(b"a part")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        original(file, array)
+
+    monkeypatch.setattr(features.np, "save", save)
+    message = (
+        r"shard train-00001 cannot be written: No space left on device; finished shards are kept. Make room"
+    )
+    with pytest.raises(TrainError, match=message):
+        prepare.compute_features(tiny_run.recipe(tmp_path), console)
+    folder = tmp_path / "features"
+    assert sorted(p.name for p in folder.iterdir()) == ["manifest.json", "train-00000"]
+    features.verify_shard(folder, "train-00000")
+    before = (folder / "train-00000" / "features.npy").stat().st_mtime_ns
+    monkeypatch.setattr(features.np, "save", original)
+    prepare.compute_features(tiny_run.recipe(tmp_path), console)
+    assert len(RowStore([folder], "train", (1,))) > 7
+    assert (folder / "train-00000" / "features.npy").stat().st_mtime_ns == before
+
+
+def test_a_write_that_the_system_refuses_midway_is_one_line(tmp_path):
+    """A real short write: the limit on the size of a file ends it as a full disk would."""
+    arrays = dict.fromkeys(features.ARRAYS, np.zeros((64, 1024), np.float32))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        with pytest.raises(
+            TrainError, match="shard train-00000 cannot be written: .*finished shards are kept"
+        ):
+            features.write_shard(tmp_path, "train-00000", arrays)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []
+    features.write_shard(tmp_path, "train-00000", arrays)
+    features.verify_shard(tmp_path, "train-00000")
 
 
 def test_bfloat16_survives_storage(tmp_path):

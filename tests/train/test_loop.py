@@ -111,6 +111,16 @@ def test_a_checkpoint_of_another_run_is_refused(prepared, console, section, chan
         train(tiny_run.recipe(prepared, **{section: change}), console)
 
 
+def test_a_checkpoint_without_a_position_in_the_data_is_refused(prepared, console):
+    train(tiny_run.recipe(prepared, optimizer={"steps": 1}), console)
+    (path,) = (prepared / "out" / "checkpoints" / "1" / "run").glob("metadata*")
+    found = json.loads(path.read_text())
+    assert found["progress"].pop("position") == {"next_index": 1}
+    path.write_text(json.dumps(found))
+    with pytest.raises(TrainError, match="checkpoint 1 .* holds no position in the data"):
+        train(tiny_run.recipe(prepared), console)
+
+
 def test_a_longer_schedule_may_go_on(prepared, console):
     train(tiny_run.recipe(prepared, optimizer={"steps": 2}), console)
     train(tiny_run.recipe(prepared, optimizer={"steps": 3}), console)
@@ -120,15 +130,15 @@ def test_a_longer_schedule_may_go_on(prepared, console):
 def test_a_loss_that_is_not_finite_stops_with_the_step_and_keeps_the_last_checkpoint(
     prepared, console, monkeypatch
 ):
-    original = loop.training_batches
+    class Poisoned(loop.BatchLoader):
+        taken = 0
 
-    def poisoned(*args):
-        for number, batch in enumerate(original(*args), 1):
-            if number == 6:
-                batch = batch.replace(features=batch.features * np.inf)
-            yield batch
+        def __next__(self):
+            tokens, batch = super().__next__()
+            self.taken += 1
+            return tokens, batch.replace(features=batch.features * (np.inf if self.taken == 6 else 1))
 
-    monkeypatch.setattr(loop, "training_batches", poisoned)
+    monkeypatch.setattr(loop, "BatchLoader", Poisoned)
     with pytest.raises(
         TrainError, match=r"step 6: loss nan is not finite, first in the gradient of \.fc"
     ) as raised:

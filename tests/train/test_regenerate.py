@@ -5,7 +5,8 @@ import pytest
 
 from peagle_jax.speculative.decoder import Decoder
 from peagle_jax.speculative.sampling import SamplingParams
-from peagle_jax.train.recipe import TrainError
+from peagle_jax.train.recipe import DataRecipe, TrainError
+from peagle_jax.train.records import read_records
 from peagle_jax.train.regenerate import (
     Options,
     finished_ids,
@@ -13,7 +14,7 @@ from peagle_jax.train.regenerate import (
     regenerate,
     start_conversation,
 )
-from peagle_jax.train.tokens import ConversationEncoder, Summary, encode_records, read_records
+from peagle_jax.train.tokens import ConversationEncoder, Summary, encode_records
 from tests.train import tiny_run
 
 
@@ -100,7 +101,7 @@ def test_answers_feed_training(tmp_path, model, console):
     regenerate(options(tmp_path), console, model)
     summary = Summary()
     encoder = ConversationEncoder(model.tokenizer)
-    documents = list(encode_records(read_records([tmp_path / "out.jsonl"]), encoder, summary))
+    documents = list(encode_records(read_records([tmp_path / "out.jsonl"]), encoder, summary, DataRecipe()))
     assert len(documents) == 7 and summary.supervised > 7
 
 
@@ -108,7 +109,23 @@ def test_a_prompt_without_room_is_left_out_and_counted(tmp_path, model, console)
     long = {"id": "long", "prompt": " ".join(["w1"] * 80)}
     tiny_run.write_data(tmp_path / "prompts.jsonl", [long, {"id": "short", "prompt": "w2"}])
     assert regenerate(options(tmp_path), console, model) == 1
-    assert "1 prompts left no room for an answer" in console.file.getvalue()
+    assert "1 prompts got no answer: no room was left" in console.file.getvalue()
+
+
+def test_an_empty_answer_is_not_written(tmp_path, model, console, monkeypatch):
+    prompts(tmp_path, 3)
+    write = model.tokenizer.decode
+    told = []
+
+    def decode(ids, **options):
+        told.append(ids)
+        return "  " if len(told) == 2 else write(ids, **options)
+
+    monkeypatch.setattr(model.tokenizer, "decode", decode)
+    assert regenerate(options(tmp_path), console, model) == 2
+    assert "1 prompts got no answer" in console.file.getvalue()
+    lines = list(read_records([tmp_path / "out.jsonl"]))
+    assert len(lines) == 2 and all(r["messages"][-1]["content"].strip() for r in lines)
 
 
 def test_answers_of_another_target_are_not_mixed(tmp_path):

@@ -1,19 +1,11 @@
 import collections
-import gzip
-import json
 
 import numpy as np
 import pytest
 
-from peagle_jax.train.recipe import TrainError
-from peagle_jax.train.tokens import (
-    ConversationEncoder,
-    Summary,
-    encode_records,
-    is_heldout,
-    read_records,
-    record_id,
-)
+from peagle_jax.train.recipe import DataRecipe, TrainError
+from peagle_jax.train.records import Record
+from peagle_jax.train.tokens import ConversationEncoder, Summary, encode_records, is_heldout
 from tests.train.tiny_run import END, START, conversations, tokenizer
 
 USER = {"role": "user", "content": "w1 w2"}
@@ -74,8 +66,100 @@ def test_a_template_that_drops_earlier_answers_is_refused():
         "{{ m.content }} <|im_end|> {% endif %}{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
     )
-    with pytest.raises(TrainError, match="rewrites earlier text when message 4 of 4"):
+    with pytest.raises(TrainError, match=r"rewrites earlier text when message 4 of 4.*set data.turns: apart"):
         encoded([USER, ANSWER, *SECOND], template=template)
+
+
+REASONING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }} {% if m.reasoning_content and loop.last %}"
+    "w30 {{ m.reasoning_content }} w31 {% endif %}{{ m.content }} <|im_end|> {% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
+)
+
+
+def test_a_template_that_drops_earlier_reasoning_is_refused_in_one_text_and_exact_apart():
+    first = {**ANSWER, "reasoning_content": "w8 w9"}
+    second = {**SECOND[1], "reasoning_content": "w10"}
+    messages = [USER, first, SECOND[0], second]
+    with pytest.raises(TrainError, match="rewrites earlier text when message 4 of 4"):
+        encoded(messages, template=REASONING)
+    encoder = ConversationEncoder(tokenizer(REASONING))
+    (one, one_flags), (two, two_flags) = encoder.encode_apart(messages, "length")
+    assert one[one_flags].tolist() == [30, 8, 9, 31, 3, 4, 5, END]
+    assert two[two_flags].tolist() == [30, 10, 31, 7]  # cut, so without a close
+    for i, (tokens, flags) in ((1, (one, one_flags)), (3, (two, two_flags))):
+        assert tokens[~flags].tolist() == encoder.prompt_ids(messages[:i])
+        assert flags.tolist() == sorted(flags)
+
+
+def test_turns_apart_are_documents_of_one_id():
+    records = conversations(4, turns=3)
+    documents, summary = run(records, turns="apart")
+    assert [d.id for d in documents] == [r["id"] for r in records for _ in range(3)]
+    together, _ = run(records)
+    kept = sum(int(d.flags.sum()) for d in together)
+    assert sum(int(d.flags.sum()) for d in documents) == summary.supervised == kept
+
+
+def test_a_template_that_strips_answers_flags_what_it_writes():
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content | trim }} <|im_end|> {% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
+    )
+    tokens, flags = encoded([USER, {**ANSWER, "content": "\n w3 w4  \n"}, *SECOND], template=template)
+    assert tokens[flags].tolist() == [3, 4, END, 7, END]
+
+
+def test_a_template_that_strips_its_whole_text_is_refused():
+    template = (
+        "{% set ns = namespace(text='') %}{% for m in messages %}"
+        "{% set ns.text = ns.text ~ m.role ~ ' ' ~ m.content ~ ' <|im_end|>  ' %}{% endfor %}"
+        "{% if add_generation_prompt %}{% set ns.text = ns.text ~ 'assistant:' %}{% endif %}"
+        "{{ ns.text | trim }}"
+    )
+    with pytest.raises(TrainError, match="rewrites earlier text when message 2 of 2"):
+        encoded([USER, ANSWER], template=template)
+
+
+def test_a_template_that_needs_alternating_roles_says_so():
+    template = (
+        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}<|im_start|>{{ m.role }} {{ m.content }} "
+        "<|im_end|> {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
+    )
+    assert encoded([USER, ANSWER, *SECOND], template=template)[1].sum() == 6
+    for messages in ([USER, USER, ANSWER], [USER, ANSWER, ANSWER]):
+        with pytest.raises(TrainError, match="the chat template refused a record: roles must alternate"):
+            encoded(messages, template=template)
+
+
+@pytest.mark.parametrize("content", ["", "  \n"])
+def test_an_empty_assistant_turn_is_refused(content):
+    with pytest.raises(TrainError, match="message 4 of 4, the assistant's, is empty"):
+        encoded([USER, ANSWER, USER, {"role": "assistant", "content": content}])
+
+
+def test_a_tool_call_that_the_template_leaves_out_is_refused():
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "w9"}}]}
+    with pytest.raises(TrainError, match="message 2 of 2, the assistant's, is left out by the chat template"):
+        encoded([USER, call])
+    writes = (
+        "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }} {% for c in m.tool_calls or [] %}"
+        "{{ c.function.name }} {% endfor %}<|im_end|> {% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
+    )
+    tokens, flags = encoded([USER, call], template=writes)
+    assert tokens[flags].tolist() == [9, END]
+
+
+def test_an_answer_to_nothing_is_refused():
+    with pytest.raises(TrainError, match="message 1 of 3 is the assistant's, and nothing stands before it"):
+        encoded([ANSWER, USER, ANSWER])
+
+
+def test_text_that_is_not_unicode_is_refused():
+    with pytest.raises(TrainError, match="not valid Unicode"):
+        encoded([{"role": "user", "content": "w1 \ud83d"}, ANSWER])
 
 
 def test_template_options_reach_the_template():
@@ -87,29 +171,78 @@ def test_template_options_reach_the_template():
         encoded([USER, ANSWER], template=template, extra="w8")
 
 
-def run(records, template=None):
+def run(records, template=None, row_length=0, **data):
     summary = Summary()
     made = tokenizer() if template is None else tokenizer(template)
-    return list(encode_records(records, ConversationEncoder(made), summary)), summary
+    recipe = DataRecipe(**{"on_error": "skip", **data})
+    return list(encode_records(records, ConversationEncoder(made), summary, recipe, row_length)), summary
 
 
-def test_a_few_records_without_answers_are_skipped_and_counted():
-    records = [*conversations(30), {"id": "x", "messages": [USER]}]
+def test_a_few_bad_records_are_skipped_and_counted_on_request():
+    empty = {"id": "y", "messages": [USER, {"role": "assistant", "content": ""}]}
+    records = [*conversations(60), {"id": "x", "messages": [USER]}, empty]
     documents, summary = run(records)
-    assert len(documents) == 30 == summary.documents
-    assert summary.skipped == collections.Counter({"without a supervised token": 1})
-    assert "skipped 1 (1 without a supervised token)" in summary.line()
+    assert len(documents) == 60 == summary.documents
+    assert summary.skipped == collections.Counter(
+        {"without a supervised token": 1, "with an empty assistant turn": 1}
+    )
+    assert "skipped 2 (1 without a supervised token, 1 with an empty assistant turn)" in summary.line()
+    assert summary.notes()[0].startswith("first of 1 without a supervised token: record x: ")
     assert summary.supervised == sum(int(d.flags.sum()) for d in documents)
+
+
+def test_the_first_bad_record_stops_unless_told_otherwise():
+    records = [*conversations(2), Record({"id": "x", "messages": [USER]}, "a.jsonl line 3")]
+    message = (
+        r"record x \(a.jsonl line 3\): no token of it carries loss; correct it, or set data.on_error: skip"
+    )
+    with pytest.raises(TrainError, match=message):
+        run(records, on_error="stop")
+    assert DataRecipe().on_error == "stop"
+
+
+def long_and_short():
+    """Documents of 11, 13 and 31 tokens; in the last one no answer begins before token 27."""
+    late = [{"role": "user", "content": " ".join(["w1"] * 22)}, {"role": "assistant", "content": "w2 w3 w4"}]
+    middle = [USER, {"role": "assistant", "content": "w3 w4 w5 w6 w7"}]
+    return [{"id": i, "messages": m} for i, m in (("a", [USER, ANSWER]), ("b", middle), ("c", late))]
+
+
+@pytest.mark.parametrize(
+    ("too_long", "lengths", "said"),
+    [
+        ("split", [11, 13, 31], "; longer than 11 tokens: 2 split"),
+        ("cut", [11, 11], "; longer than 11 tokens: 1 cut, 1 cut away, no answer begins in time"),
+        ("skip", [11], "; longer than 11 tokens: 2 skipped"),
+    ],
+)
+def test_conversations_longer_than_a_row(too_long, lengths, said):
+    documents, summary = run(long_and_short(), row_length=11, too_long=too_long)
+    assert [len(d.tokens) for d in documents] == lengths
+    assert summary.line().endswith(said) and not summary.skipped
+    whole, _ = run(long_and_short())
+    for document, before in zip(documents, whole):
+        assert document.tokens.tolist() == before.tokens[: len(document.tokens)].tolist()
+        assert document.flags.tolist() == before.flags[: len(document.flags)].tolist()
+    assert summary.tokens == sum(lengths)
+    assert summary.supervised == sum(int(d.flags.sum()) for d in documents)
+
+
+def test_a_conversation_longer_than_a_row_may_stop():
+    with pytest.raises(TrainError, match=r"record b has 13 tokens, more than features.row_length 11; raise"):
+        run(long_and_short(), row_length=11, too_long="stop")
+    assert len(run(long_and_short(), row_length=32, too_long="stop")[0]) == 3
 
 
 def test_many_records_without_answers_stop_the_run():
     with pytest.raises(TrainError, match="1 of 10 records cannot be used with the chat template"):
         run([*conversations(9), {"id": "x", "messages": [USER]}])
+    run([*conversations(9), {"id": "x", "messages": [USER]}], max_skipped=0.1)
 
 
 def test_a_template_without_assistant_turns_stops_the_run():
     template = "{% for m in messages if m.role == 'user' %}{{ m.content }} {% endfor %}"
-    with pytest.raises(TrainError, match="3 without a supervised token"):
+    with pytest.raises(TrainError, match="3 of 3 records .*: 3 left out by the template"):
         run(conversations(3), template)
 
 
@@ -119,35 +252,11 @@ def test_the_first_refusal_of_the_template_is_quoted():
 
 
 def test_prompts_alone_point_to_regenerate():
-    with pytest.raises(TrainError, match="p1 has no messages; write the answers first.*regenerate"):
-        run([{"id": "p1", "prompt": "hello"}])
-
-
-def test_records_come_from_plain_and_packed_files_in_order(tmp_path):
-    first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl.gz"
-    first.write_text('{"id": 1}\n\n{"id": 2}\n')
-    with gzip.open(second, "wt") as file:
-        file.write(json.dumps({"id": 3}) + "\n")
-    assert [r["id"] for r in read_records([first, second])] == [1, 2, 3]
-    assert [r["id"] for r in read_records([first, second], limit=2)] == [1, 2]
-
-
-def test_a_bad_line_is_named(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"id": 1}\n{broken\n')
-    with pytest.raises(TrainError, match="a.jsonl line 2 is not JSON"):
-        list(read_records([path]))
-    with pytest.raises(TrainError, match="does not exist"):
-        list(read_records([tmp_path / "none.jsonl"]))
+    with pytest.raises(TrainError, match="record p1: no messages; write the answers first.*regenerate"):
+        run([{"id": "p1", "prompt": "hello"}], on_error="stop")
 
 
 def test_held_out_documents_depend_on_the_id_alone():
     held = [is_heldout(f"id-{i}", 0.1) for i in range(4000)]
     assert 0.07 < np.mean(held) < 0.13
     assert not any(is_heldout(f"id-{i}", 0.0) for i in range(50))
-    assert record_id({"id": 7}) == "7"
-    assert (
-        record_id({"messages": [USER]})
-        == record_id({"messages": [dict(USER)]})
-        != record_id({"messages": []})
-    )

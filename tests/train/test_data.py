@@ -1,6 +1,5 @@
 import json
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -186,15 +185,13 @@ def test_an_error_while_a_batch_is_made_surfaces_with_its_batch():
 
 
 def test_closing_stops_the_thread():
-    before = threading.active_count()
+    before = set(threading.enumerate())
     loader = BatchLoader(MemoryRows(packed_rows(5)), 2, 0, None)
     next(loader)
-    assert threading.active_count() == before + 1
+    (thread,) = set(threading.enumerate()) - before
     loader.close()
-    until = time.monotonic() + 10
-    while threading.active_count() > before and time.monotonic() < until:
-        time.sleep(0.01)
-    assert threading.active_count() == before
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 def test_markers_of_the_template_have_a_meaning_and_spare_ids_do_not():

@@ -51,7 +51,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text())
     except FileNotFoundError as error:
         raise CheckpointError(f"{path.parent} has no {path.name}; expected a Hugging Face folder") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not readable JSON: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds a {type(value).__name__}; expected a JSON object")
@@ -106,6 +106,9 @@ class SafeTensors:
         promised: dict[str, str] = {}
         if index.exists():
             promised = read_json(index).get("weight_map", {})
+            names = promised.values() if isinstance(promised, dict) else [None]
+            if not all(isinstance(name, str) for name in names):
+                raise CheckpointError(f"{index}: weight_map must give each tensor the name of its file")
             files = sorted(set(promised.values()))
         elif (folder / "model.safetensors").exists():
             files = ["model.safetensors"]

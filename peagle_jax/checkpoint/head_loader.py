@@ -49,7 +49,13 @@ class HeadLoader:
         return self.reader.has(self.name(field))
 
     def shape(self, field: str) -> tuple[int, ...]:
-        return self.reader.source.shape(self.name(field))
+        return self._shape_of(self.name(field))
+
+    def _shape_of(self, name: str) -> tuple[int, ...]:
+        shape = self.reader.source.shape(name)
+        if not shape:
+            raise CheckpointError(f"{self.where}: tensor {name} is a single number; expected an array")
+        return shape
 
     def take(self, field: str, shape: tuple[int, ...], transpose: bool = False) -> jax.Array:
         return jnp.asarray(self.reader.take(self.name(field), shape, self.dtype, transpose))
@@ -109,7 +115,7 @@ class HeadLoader:
             )
         width, feature, hidden = self.shape("fc")[-1], self.target.hidden_size, block.hidden_size
         query = spelling(dialects.layer_name("wq", 0), self.reader.has)
-        narrow = self.reader.has(query) and self.reader.source.shape(query)[-1] == hidden
+        narrow = self.reader.has(query) and self._shape_of(query)[-1] == hidden
         if not self.has("hidden_norm") and (narrow or width == 2 * hidden):
             raise CheckpointError(
                 f"{self.place} looks like an EAGLE-1 head (fc.weight takes {width}, no hidden_norm); "

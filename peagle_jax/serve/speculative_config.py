@@ -40,7 +40,7 @@ def parse_speculative_config(text: str) -> SpeculativeOptions:
     """
     try:
         values = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CommandError(
             f'{_FLAG} is not JSON ({error}); quote it as one argument: \'{{"model": "..."}}\''
         ) from error

@@ -9,22 +9,31 @@ python -m peagle_jax.train regenerate --prompts FILE --out FILE.jsonl
 from __future__ import annotations
 
 import argparse
-import errno
 import json
 import sys
+from typing import Any
 
 from rich.console import Console
 
 from peagle_jax.arguments import Parser
-from peagle_jax.train.recipe import TrainError, load_recipe
+from peagle_jax.train.recipe import load_recipe
 
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
 DESCRIPTIONS = {
     "features": "Run the target once over the recipe's conversations and store its hidden states.",
     "show-mask": "Print conversations with what carries loss in green, or in brackets without colours.",
     "regenerate": "Let the target answer prompts, so that a head learns from what it writes itself.",
 }
 COMMANDS = ("run", *DESCRIPTIONS)
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"is a JSON object, found {text[:40]!r}")
+    return value
 
 
 def parser(command: str) -> Parser:
@@ -54,7 +63,7 @@ def parser(command: str) -> Parser:
         )
         add("--seed", type=int, default=0, help="of sampled answers (default: 0)")
         add("--limit", type=int, default=0, help="only the first records (default: 0, all)")
-        add("--template", type=json.loads, default={}, help="JSON: arguments of the chat template")
+        add("--template", type=_json_object, default={}, help="JSON: arguments of the chat template")
         return made
     made.add_argument("--config", required=True, help="the recipe, a YAML file")
     if command == "features":
@@ -70,8 +79,6 @@ def dispatch(command: str, arguments: argparse.Namespace, console: Console) -> N
         from peagle_jax.train.regenerate import Options, regenerate
 
         given = dict(vars(arguments))
-        if not isinstance(given["template"], dict):
-            raise TrainError(f"--template is a JSON object, found {given['template']!r}")
         given["template"] = tuple(given["template"].items())
         regenerate(Options(**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}), console)
         return
@@ -101,10 +108,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        if error.errno not in DISK_ERRORS:
-            raise
         where = f"{error.filename}: " if error.filename else ""
-        print(f"error: {where}{error.strerror}; run it again when that is mended", file=sys.stderr)
+        print(f"error: {where}{error.strerror or error}; run it again when that is mended", file=sys.stderr)
         return 2
     return 0
 

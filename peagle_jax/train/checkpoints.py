@@ -129,7 +129,12 @@ class Checkpoints:
         step = self.latest if step is None else step
         if step is None:
             raise TrainError(f"{self.folder} holds no checkpoint")
-        found = self.manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
+        try:
+            found = self.manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
+        except (ValueError, OSError, KeyError, RecursionError) as error:
+            raise self._unreadable(step, error) from error
+        if not isinstance(found, dict):
+            raise self._unreadable(step, f"its run is {type(found).__name__}, expected an object")
         for key, value in self.identity.items():
             if found.get(key) != value:
                 raise TrainError(
@@ -148,9 +153,15 @@ class Checkpoints:
                 step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
             )["state"]
         except (ValueError, OSError, KeyError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise TrainError(f"checkpoint {step} in {self.folder} cannot be read: {reason}") from error
+            raise self._unreadable(step, error) from error
         return state, Progress(**progress)
+
+    def _unreadable(self, step: int, reason: object) -> TrainError:
+        words = " ".join(str(reason).split())[:200]
+        return TrainError(
+            f"checkpoint {step} in {self.folder} cannot be read: {words}; delete its folder to go on from "
+            "the one before"
+        )
 
     def close(self) -> None:
         """Waits for what is being written."""

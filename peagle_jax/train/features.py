@@ -33,6 +33,7 @@ from peagle_jax.train.recipe import TrainError
 
 ARRAYS = ("tokens", "segment_ids", "positions", "flags", "features", "hidden")
 SPLITS = ("train", "heldout")
+DTYPES = ("bfloat16", "float32")
 VERSION = 1
 
 
@@ -121,15 +122,32 @@ def open_folder(folder: Path, identity: Identity, plan: dict[str, list[int]]) ->
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The folder's manifest. Raises TrainError: none there, or not readable."""
+    path = folder / "manifest.json"
     try:
-        return json.loads((folder / "manifest.json").read_text())
+        manifest = json.loads(path.read_text())
     except FileNotFoundError:
         raise TrainError(
             f"{folder} holds no features; compute them with "
             "`python -m peagle_jax.train features --config ...`"
         ) from None
-    except json.JSONDecodeError as error:
-        raise TrainError(f"{folder}/manifest.json is not readable: {error.msg}; delete the folder") from error
+    except (OSError, ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())[:120]
+        raise TrainError(f"{path} is not readable: {reason}; delete the folder") from error
+    kinds = {"target": str, "weights": str, "data": str, "dtype": str, "row_length": int, "hidden_size": int}
+    sound = isinstance(manifest, dict) and all(type(manifest.get(key)) is kind for key, kind in kinds.items())
+    lists = [manifest.get("taps"), *_shard_counts(manifest)] if sound else []
+    if not sound or manifest["dtype"] not in DTYPES or not all(_is_counts(part) for part in lists):
+        raise TrainError(f"{path} is not what `features` wrote; delete the folder and compute it again")
+    return manifest
+
+
+def _shard_counts(manifest: dict[str, Any]) -> list[Any]:
+    shards = manifest.get("shards")
+    return [shards.get(split) for split in SPLITS] if isinstance(shards, dict) else [None]
+
+
+def _is_counts(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -192,13 +210,20 @@ def read_shard(folder: Path, name: str, dtype: str) -> dict[str, np.ndarray]:
     for key in ARRAYS:
         try:
             array = np.load(where / f"{key}.npy", mmap_mode="r")
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, EOFError) as error:
             raise TrainError(
                 f"{where}/{key}.npy is not readable; delete {where} and compute it again"
             ) from error
-        out[key] = (
-            array.view(ml_dtypes.bfloat16) if array.dtype == np.uint16 and dtype == "bfloat16" else array
-        )
+        stored = np.uint16 if dtype == "bfloat16" else np.float32
+        expected = {"flags": np.uint8, "features": stored, "hidden": stored}.get(key, np.int32)
+        rows = array.shape[:2] if not out else out[ARRAYS[0]].shape
+        dimensions = 3 if key in ("features", "hidden") else 2
+        if array.dtype != expected or array.ndim != dimensions or array.shape[:2] != rows:
+            raise TrainError(
+                f"{where}/{key}.npy holds {array.dtype} of shape {array.shape}, not what `features` wrote; "
+                f"delete {where} and compute it again"
+            )
+        out[key] = array.view(ml_dtypes.bfloat16) if expected == np.uint16 else array
     return out
 
 
@@ -213,7 +238,7 @@ def verify_shard(folder: Path, name: str) -> None:
                 raise TrainError(
                     f"{where}/{key}.npy has a wrong checksum; delete {where} and compute it again"
                 )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, EOFError, RecursionError) as error:
         if isinstance(error, TrainError):
             raise
         raise TrainError(f"{where} is not readable; delete it and compute it again") from error

@@ -125,10 +125,12 @@ def _kept(path: Path, step: int) -> list[str]:
     lines = []
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
-            if json.loads(line)["step"] <= step:
-                lines.append(line)
-        except json.JSONDecodeError:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
             continue
+        found = record.get("step") if isinstance(record, dict) else None
+        if isinstance(found, int) and found <= step:
+            lines.append(line)
     return lines
 
 

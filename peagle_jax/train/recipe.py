@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 import yaml
 
+MOST_EPOCHS = 10_000
+
 
 class TrainError(ValueError):
     """A recipe, data set or run that cannot be used; the message is one line."""
@@ -215,6 +217,11 @@ def _check(recipe: Recipe) -> None:
         )
     if recipe.cod.max_anchors < 0:
         raise TrainError(f"cod.max_anchors must not be negative, found {recipe.cod.max_anchors}")
+    if not (recipe.optimizer.steps < 2**31 and recipe.optimizer.epochs <= MOST_EPOCHS):
+        raise TrainError(
+            f"optimizer.steps must be below 2**31 and optimizer.epochs at most {MOST_EPOCHS}, "
+            f"found {recipe.optimizer.steps} and {recipe.optimizer.epochs}"
+        )
     if recipe.optimizer.steps <= 0 and recipe.optimizer.epochs <= 0:
         raise TrainError("optimizer.steps or optimizer.epochs must be positive; found neither")
     micro = recipe.optimizer.micro_rows

@@ -119,3 +119,16 @@ def test_parents_are_made(tmp_path):
     folder.replace_folder(tmp_path / "a" / "b", lambda into: (into / "x").touch())
     assert [p.name for p in (tmp_path / "a").iterdir()] == ["b"]
     assert [p.name for p in (tmp_path / "a" / "b").iterdir()] == ["x"]
+
+
+@pytest.mark.parametrize("files", [None, [], "x", {"a": 5}, {"a": None}, {"a": "b", "c": 4}], ids=repr)
+def test_an_index_of_another_kind_is_refused(tmp_path, files):
+    write_json(tmp_path / "model.safetensors.index.json", {"weight_map": files})
+    with pytest.raises(CheckpointError, match="weight_map must give each tensor the name of its file"):
+        folder.SafeTensors(tmp_path)
+
+
+def test_json_without_end_is_one_line(tmp_path):
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match="is not readable JSON"):
+        folder.read_json(tmp_path / "config.json")

@@ -320,3 +320,12 @@ def test_a_folder_of_pickles_names_what_to_convert(tmp_path):
     saved = saved_head(tmp_path / "head")
     (saved.folder / "model.safetensors").rename(saved.folder / "pytorch_model.bin")
     assert "convert pytorch_model.bin to safetensors first" in fails(saved)
+
+
+@pytest.mark.parametrize("name", ["fc.weight", "layers.0.self_attn.q_proj.weight", "lm_head.weight", "d2t"])
+def test_a_single_number_in_place_of_an_array_is_named(tmp_path, name):
+    def change(config, tensors):
+        tensors[name] = np.asarray(tensors[name].flat[0])
+
+    message = fails(saved_head(tmp_path / "head").edit(change))
+    assert f"tensor {name}" in message

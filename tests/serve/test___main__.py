@@ -50,6 +50,8 @@ def refused(argv: list[str], capsys) -> str:
             ["/nowhere", "--port", "0", "--speculative-config", '{"num_speculative_tokens": 2}'],
             "there is no head",
         ),
+        (["--port", "0", "--host", "x" * 64 + ".org"], "choose another --host or --port"),
+        (["--speculative-config", "[" * 100_000], "is not JSON"),
         (["--port", "99999"], "cannot listen on 127.0.0.1:99999"),
     ],
 )

@@ -127,5 +127,22 @@ def test_regenerate_refuses_an_output_that_cannot_go_on(capsys, tmp_path):
     assert main(["regenerate", "--prompts", "p.jsonl", "--out", str(tmp_path / "o.json")]) == 2
     assert "--out is a .jsonl file" in error_of(capsys)
     words = ["regenerate", "--prompts", "p", "--out", "o.jsonl", "--template", json.dumps([1])]
-    assert main(words) == 2
-    assert "--template is a JSON object, found [1]" in error_of(capsys)
+    for value, said in ((words[-1], "is a JSON object, found '[1]'"), ("[" * 10_000, "is not JSON")):
+        with pytest.raises(SystemExit) as stop:
+            main([*words[:-1], value])
+        assert stop.value.code == 2
+        assert f"argument --template: {said}" in error_of(capsys)
+
+
+@pytest.mark.parametrize("out", ["file/run", "file"])
+def test_an_output_that_cannot_be_written_is_one_line(capsys, prepared, out):
+    (prepared / "file").write_text("in the way")
+    assert main(["--config", write_recipe(prepared, output=str(prepared / out))]) == 2
+    assert str(prepared / out) in error_of(capsys)
+
+
+@pytest.mark.parametrize("epochs", [float("inf"), float("nan"), 1e300])
+def test_endless_epochs_are_refused(capsys, tmp_path, epochs):
+    (tmp_path / "r.yaml").write_text(f"optimizer: {{epochs: {yaml.safe_dump(epochs).split()[0]}}}\n")
+    assert main(["--config", str(tmp_path / "r.yaml")]) == 2
+    assert "optimizer.epochs at most 10000" in error_of(capsys)

@@ -81,3 +81,13 @@ def test_a_disk_that_refuses_is_told_in_one_line(checkpoints, tmp_path, monkeypa
         with pytest.raises(TrainError, match="No space left on device") as raised:
             checkpoints.wait()
     assert str(tmp_path) in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_a_folder_that_is_no_checkpoint_is_told_in_one_line(checkpoints, tmp_path):
+    checkpoints.save(1, state(1), Progress())
+    checkpoints.wait()
+    (tmp_path / "7").mkdir()
+    again = Checkpoints(tmp_path, 2, {"seed": 1})
+    with pytest.raises(TrainError, match=r"checkpoint 7 .* cannot be read: .*; delete its folder"):
+        again.restore(state(0), 7)
+    again.close()

@@ -187,7 +187,7 @@ def test_a_write_that_the_system_refuses_midway_is_one_line(tmp_path):
 def test_bfloat16_survives_storage(tmp_path):
     values = np.arange(-12, 12, dtype=np.float32).reshape(1, 4, 6).astype(ml_dtypes.bfloat16) / 7
     small = np.zeros((1, 4), np.int32)
-    arrays = dict.fromkeys(("tokens", "segment_ids", "positions", "flags"), small)
+    arrays = {**dict.fromkeys(("tokens", "segment_ids", "positions"), small), "flags": small.astype(np.uint8)}
     features.write_shard(tmp_path, "train-00000", {**arrays, "features": values, "hidden": values})
     read = features.read_shard(tmp_path, "train-00000", "bfloat16")
     assert read["features"].dtype == ml_dtypes.bfloat16
@@ -220,3 +220,35 @@ def test_damage_is_named(tmp_path, prepared):
         features.read_shard(folder, "train-00099", "float32")
     with pytest.raises(TrainError, match="holds no features"):
         features.read_manifest(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("[]", "is not what `features` wrote"),
+        ("null", "is not what `features` wrote"),
+        ("[" * 100_000, "is not readable"),
+        ({"dtype": "x"}, "is not what `features` wrote"),
+        ({"taps": ["1"]}, "is not what `features` wrote"),
+        ({"row_length": "x"}, "is not what `features` wrote"),
+        ({"shards": None}, "is not what `features` wrote"),
+        ({"shards": {"train": 5, "heldout": []}}, "is not what `features` wrote"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_manifest_of_another_kind_is_refused(prepared, content, words):
+    path = prepared / "features" / "manifest.json"
+    path.write_text(
+        content if isinstance(content, str) else json.dumps(json.loads(path.read_text()) | content)
+    )
+    with pytest.raises(TrainError, match=words):
+        RowStore([prepared / "features"], "train", (1,))
+
+
+@pytest.mark.parametrize("key", features.ARRAYS)
+@pytest.mark.parametrize("change", [lambda x: x[:-1], lambda x: x.astype(str), lambda x: x[..., 0]])
+def test_an_array_of_another_shape_or_kind_is_refused(prepared, key, change):
+    path = prepared / "features" / "train-00000" / f"{key}.npy"
+    np.save(path, change(np.load(path)))
+    with pytest.raises(TrainError, match=r"not what `features` wrote; delete .*train-00000"):
+        RowStore([prepared / "features"], "train", (1,))

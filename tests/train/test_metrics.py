@@ -104,3 +104,11 @@ def test_the_board_holds_what_the_lines_hold_and_a_resumed_run_takes_back_the_re
 def test_without_its_package_there_is_no_board(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     assert open_board(tmp_path / "board", 0) is None
+
+
+def test_lines_that_are_no_records_are_dropped(tmp_path):
+    path = tmp_path / "m.jsonl"
+    odd = ["[]", "5", "{}", '{"step": "x"}', '{"step": null}', "[" * 100_000]
+    path.write_text("\n".join(['{"step": 1}', *odd]) + "\n")
+    MetricsLog(path, 3)
+    assert path.read_text() == '{"step": 1}\n'

@@ -32,7 +32,7 @@ def validate(
     """Loss, accuracy by depth and estimated acceptance lengths on held-out rows."""
     assert setup.heldout is not None
     run = setup.recipe.run
-    rows = min(micro, len(setup.heldout))
+    rows = min(micro, run.validate_rows or len(setup.heldout), len(setup.heldout))
     place = place_batches(rows)
     total: Metrics | None = None
     for batch in validation_batches(setup.heldout, run.validate_rows, rows, setup.recipe.seed, setup.cod):

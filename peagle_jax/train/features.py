@@ -298,6 +298,7 @@ def compute_folder(
     Raises TrainError: the folder belongs to another identity, a shard is damaged, or the disk is
     too small.
     """
+    stack.check_taps(cfg, identity.taps)
     plan = {name: shard_plan(len(splits[name]), shard_rows) for name in SPLITS}
     open_folder(folder, identity, plan)
     missing = [
@@ -310,7 +311,6 @@ def compute_folder(
     free = shutil.disk_usage(folder).free
     if need > free:
         raise TrainError(f"features need {need / 1e9:.1f} GB in {folder}, but {free / 1e9:.1f} GB are free")
-    stack.check_taps(cfg, identity.taps)
     written = 0
     for split in SPLITS:
         for i, count in enumerate(plan[split]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 from collections.abc import Iterable, Sequence
@@ -83,24 +84,28 @@ def start_conversation(record: dict[str, Any], number: int) -> Conversation:
 
 
 def finished_ids(path: Path, target: str) -> set[str]:
-    """Ids that an earlier run wrote; a last line that it could not finish is cut off.
+    """Ids that an earlier run wrote; a last line that it could not finish is cut off, but only after
+    every line before it has shown that the file is ours.
 
-    Raises TrainError: the file is another target's, or not readable.
+    Raises TrainError: the file is another target's, or not readable; it is then as it was.
     """
     if not path.exists():
         return set()
     content = path.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    if len(whole) < len(content):
-        with path.open("r+b") as file:
-            file.truncate(len(whole))
+    whole = content.rfind(b"\n") + 1
+    if content and not whole:
+        raise TrainError(f"{path} holds no whole line of answers; choose another --out, or delete it")
+    lines = sum(bool(line.strip()) for line in content[:whole].splitlines())
     ids = set()
-    for record in read_records([path]):
+    for record in itertools.islice(read_records([path]), lines):
         if record.get("target") != target:
             raise TrainError(
                 f"{path} holds answers of {record.get('target')}, not of {target}; choose another --out"
             )
         ids.add(record_id(record))
+    if whole < len(content):
+        with path.open("r+b") as file:
+            file.truncate(whole)
     return ids
 
 

@@ -252,3 +252,10 @@ def test_an_array_of_another_shape_or_kind_is_refused(prepared, key, change):
     np.save(path, change(np.load(path)))
     with pytest.raises(TrainError, match=r"not what `features` wrote; delete .*train-00000"):
         RowStore([prepared / "features"], "train", (1,))
+
+
+def test_taps_that_are_refused_leave_nothing_behind(tiny_target, tmp_path, console):
+    tiny_run.write_data(tmp_path / "data.jsonl", tiny_run.conversations(20))
+    with pytest.raises(ValueError, match="99"):
+        prepare.compute_features(tiny_run.recipe(tmp_path, features={"taps": [99]}), console)
+    assert not (tmp_path / "features").exists()

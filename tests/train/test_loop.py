@@ -304,3 +304,8 @@ def test_signals_are_given_back():
         assert stop.wait(1)
         assert signal.getsignal(signal.SIGTERM) is before  # a second signal acts as usual
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_fewer_validation_rows_than_a_batch_are_validated(prepared, console):
+    train(tiny_run.recipe(prepared, run={"validate_rows": 2}, optimizer={"steps": 4}), console)
+    assert [r["step"] for r in lines(prepared) if "validation_loss" in r] == [4]

@@ -159,3 +159,14 @@ def test_groups_hold_prompts_of_like_length():
     groups = groups_by_length(made, 3)
     assert sorted(sorted(c.number for c in g) for g in groups) == [[0, 2, 4], [1, 3, 5]]
     assert np.ptp([len(c.turns[0]["content"]) for c in groups[0]]) < 10
+
+
+@pytest.mark.parametrize(
+    "content", ["line one\nmy only copy", "my only copy", '{"target": "other"}\nmy only copy']
+)
+def test_a_file_that_is_not_ours_is_left_as_it_was(tmp_path, content):
+    path = tmp_path / "out.jsonl"
+    path.write_text(content)
+    with pytest.raises(TrainError):
+        finished_ids(path, "tiny")
+    assert path.read_text() == content

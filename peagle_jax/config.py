@@ -10,10 +10,19 @@ Dimension letters, used in every docstring and einsum of the project:
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+import math
+import numbers
+from typing import Any, Literal
 
 RopeVariant = Literal["default", "linear", "llama3", "yarn"]
 Method = Literal["peagle", "eagle3"]
+
+
+LARGEST = 2**31 - 1
+"""Sizes, ids and counts are int32 on devices."""
+
+MAX_STOP_IDS = 16
+"""Ids that may end one answer, those of the model and of the request together; a static width."""
 
 
 class ConfigError(ValueError):
@@ -23,6 +32,32 @@ class ConfigError(ValueError):
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ConfigError(message)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and abs(int(value)) <= LARGEST
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+_KINDS = {
+    "int": (_is_whole, "a whole number below 2**31"),
+    "float": (_is_number, "a finite number"),
+    "bool": (lambda value: isinstance(value, bool), "true or false"),
+}
+
+
+def _require_kinds(config: Any) -> None:
+    """Every number and flag of a config is of its field's kind: comparisons would let NaN pass."""
+    for field in dataclasses.fields(config):
+        kind, _, optional = str(field.type).partition(" | ")
+        value = getattr(config, field.name)
+        if kind not in _KINDS or (optional and value is None):
+            continue
+        fits, expected = _KINDS[kind]
+        _require(fits(value), f"{field.name} must be {expected}, found {value!r}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +86,17 @@ class RopeConfig:
             self.variant in variants,
             f"rope_type {self.variant!r} is not supported; expected one of {', '.join(variants)}",
         )
-        _require(self.theta > 0, f"rope_theta must be positive, found {self.theta}")
-        _require(self.factor > 0, f"rope factor must be positive, found {self.factor}")
+        _require_kinds(self)
+        _require(self.theta > 1, f"rope_theta must be above 1, found {self.theta}")
+        _require(self.factor >= 1, f"rope's factor must be at least 1, found {self.factor}")
+        for name in ("original_max_position", "beta_fast", "beta_slow", "attention_factor"):
+            value = getattr(self, name)
+            _require(value is None or value > 0, f"rope's {name} must be positive, found {value}")
+        _require(
+            self.low_freq_factor < self.high_freq_factor,
+            f"rope's low_freq_factor ({self.low_freq_factor}) must be below its high_freq_factor "
+            f"({self.high_freq_factor})",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +112,8 @@ class BlockConfig:
     rope: RopeConfig = RopeConfig()
 
     def __post_init__(self) -> None:
+        _require_kinds(self)
+        _require(self.rms_norm_eps >= 0, f"rms_norm_eps must not be negative, found {self.rms_norm_eps}")
         for name in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim"):
             value = getattr(self, name)
             _require(value > 0, f"{name} must be positive, found {value}")
@@ -93,9 +139,18 @@ class TargetConfig:
     bos_token_id: int | None = None
 
     def __post_init__(self) -> None:
+        _require_kinds(self)
         for name in ("vocab_size", "num_layers", "max_position"):
             value = getattr(self, name)
             _require(value > 0, f"{name} must be positive, found {value}")
+        named = {"eos_token_id": self.eos_token_ids, "bos_token_id": (self.bos_token_id,)}
+        for name, ids in named.items():
+            wrong = [i for i in ids if i is not None and not 0 <= i < self.vocab_size]
+            _require(not wrong, f"{name} {wrong} is outside the vocabulary of {self.vocab_size}")
+        _require(
+            len(self.eos_token_ids) <= MAX_STOP_IDS,
+            f"{len(self.eos_token_ids)} eos token ids; expected at most {MAX_STOP_IDS}",
+        )
 
     @property
     def hidden_size(self) -> int:
@@ -141,9 +196,14 @@ class DrafterConfig:
     norm_before_fc: bool = False
 
     def __post_init__(self) -> None:
+        _require_kinds(self)
         _require(self.method in ("peagle", "eagle3"), f"method {self.method!r} is not peagle or eagle3")
         _require(self.num_layers > 0, f"num_hidden_layers must be positive, found {self.num_layers}")
         _require(len(self.taps) > 0, "a head needs at least one tap")
+        _require(len(set(self.taps)) == len(self.taps), f"taps {list(self.taps)} name a boundary twice")
+        for name in ("vocab_size", "target_hidden_size", "max_position"):
+            value = getattr(self, name)
+            _require(value > 0, f"{name} must be positive, found {value}")
         _require(
             0 < self.draft_vocab_size <= self.vocab_size,
             f"draft_vocab_size must be in 1..{self.vocab_size}, found {self.draft_vocab_size}",
@@ -181,6 +241,7 @@ class SpecConfig:
     rounds: int = 1
 
     def __post_init__(self) -> None:
+        _require_kinds(self)
         _require(
             self.num_speculative_tokens >= 0,
             f"num_speculative_tokens must not be negative, found {self.num_speculative_tokens}",

@@ -21,7 +21,7 @@ CORE = ("config", "layers", "models", "drafter", "speculative", "parallel")
 # All that the core may import besides itself. Nothing here reads a file, a socket or a clock, or prints.
 CORE_LIBRARIES = {
     "__future__", "abc", "collections", "contextlib", "dataclasses", "enum", "functools", "itertools", "math",
-    "operator", "types", "typing",
+    "numbers", "operator", "types", "typing",
     "flax", "jax", "jaxtyping", "ml_dtypes", "numpy",
 }  # fmt: skip
 

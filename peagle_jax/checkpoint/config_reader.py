@@ -3,54 +3,41 @@ two places give differently is an error that names both."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from peagle_jax.checkpoint.errors import CheckpointError
+from peagle_jax.checkpoint.fields import (
+    Config,
+    agreed,
+    boolean,
+    integer,
+    number,
+    optional_boolean,
+    optional_integer,
+    optional_number,
+    section,
+    text,
+    texts,
+    token_ids,
+)
 from peagle_jax.config import BlockConfig, ConfigError, RopeConfig, TargetConfig
 from peagle_jax.models import registry
 from peagle_jax.models.family import Family
 
-Config = Mapping[str, Any]
-
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_ROPE_GROUPS = ("rope_parameters", "rope_scaling")
 
 
-def integer(config: Config, key: str, place: str, default: int | None = None) -> int:
-    """A whole number; missing and null mean the default. Raises CheckpointError without one."""
-    value = config.get(key)
-    if value is None:
-        value = default
-    if value is None:
-        raise CheckpointError(f"{place} has no {key}; expected a whole number")
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise CheckpointError(f"{place}: {key} is {value!r}; expected a whole number")
-    return value
-
-
-def agreed(values: Mapping[str, Any], what: str, place: str) -> Any:
-    """The one value that all places give; None where no place gives any.
-
-    Raises:
-        CheckpointError: two places differ; the message names both.
-    """
-    present = {where: value for where, value in values.items() if value is not None}
-    for where, value in present.items():
-        first = next(iter(present))
-        if value != present[first]:
-            raise CheckpointError(
-                f"{place} gives {what} twice: {first} = {present[first]!r} but {where} = {value!r}; "
-                "remove the wrong one"
-            )
-    return next(iter(present.values()), None)
-
-
-def _rope_value(config: Config, names: tuple[str, ...], place: str, top: tuple[str, ...] = ()) -> Any:
-    found = {key: config.get(key) for key in top}
-    for group in ("rope_parameters", "rope_scaling"):
-        for name in names:
-            found[f"{group}.{name}"] = (config.get(group) or {}).get(name)
-    return agreed(found, f"RoPE's {names[0]}", place)
+def _rope_value(
+    read: Callable[[Config, str, str], Any],
+    config: Config,
+    names: tuple[str, ...],
+    place: str,
+    top: tuple[str, ...] = (),
+) -> Any:
+    keys = (*top, *(f"{group}.{name}" for group in _ROPE_GROUPS for name in names))
+    return agreed({key: read(config, key, place) for key in keys}, f"RoPE's {names[0]}", place)
 
 
 def read_rope(
@@ -63,56 +50,47 @@ def read_rope(
     Raises:
         CheckpointError: places disagree, a needed key is missing, or the type is not supported.
     """
-    for group in ("rope_parameters", "rope_scaling"):
-        section = config.get(group)
-        if section is not None and not isinstance(section, Mapping):
-            raise CheckpointError(f"{place}: {group} is {section!r}; expected an object or null")
-        if section and any(isinstance(value, Mapping) for value in section.values()):
+    for group in _ROPE_GROUPS:
+        if any(isinstance(value, Mapping) for value in section(config, group, place).values()):
             raise CheckpointError(
                 f"{place}: {group} differs from layer to layer; expected one for all layers"
             )
-    top = ("partial_rotary_factor",)
-    partial = _rope_value(config, ("partial_rotary_factor",), place, top)
+    factor = "partial_rotary_factor"
+    partial = _rope_value(optional_number, config, (factor,), place, (factor,))
     if partial is not None and partial != 1:
-        raise CheckpointError(
-            f"{place}: partial_rotary_factor is {partial}; expected 1, RoPE on the whole head"
-        )
-    theta = _rope_value(config, ("rope_theta",), place, ("rope_theta",))
-    theta = float(default_theta if theta is None else theta)
-    variant = _rope_value(config, ("rope_type", "type"), place) or "default"
+        raise CheckpointError(f"{place}: {factor} is {partial}; expected 1, RoPE on the whole head")
+    theta = _rope_value(optional_number, config, ("rope_theta",), place, ("rope_theta",))
+    variant = _rope_value(text, config, ("rope_type", "type"), place) or "default"
 
-    def number(name: str, default: float | None = None) -> Any:
-        value = _rope_value(config, (name,), place)
-        value = default if value is None else value
+    def optional(name: str) -> float | None:
+        return _rope_value(optional_number, config, (name,), place)
+
+    def needed(name: str, value: Any) -> Any:
         if value is None:
             raise CheckpointError(
                 f"{place}: RoPE of type {variant} needs {name}; expected it in rope_parameters"
             )
         return value
 
-    def optional(name: str) -> float | None:
-        return _rope_value(config, (name,), place)
-
-    values: dict[str, Any] = {"theta": theta, "variant": variant}
+    values: dict[str, Any] = {"theta": default_theta if theta is None else theta, "variant": variant}
     if variant in ("linear", "llama3", "yarn"):
-        values["factor"] = float(number("factor"))
+        values["factor"] = needed("factor", optional("factor"))
     if variant in ("llama3", "yarn"):
-        names = ("original_max_position_embeddings",)
-        original = _rope_value(config, names, place, (*names, "initial_context_length"))
+        name = "original_max_position_embeddings"
+        original = _rope_value(optional_integer, config, (name,), place, (name, "initial_context_length"))
         if original is None and variant == "yarn":
             original = default_original
-        values["original_max_position"] = original if original is not None else number(*names)
+        values["original_max_position"] = needed(name, original)
     if variant == "llama3":
-        values["low_freq_factor"] = float(number("low_freq_factor"))
-        values["high_freq_factor"] = float(number("high_freq_factor"))
+        for name in ("low_freq_factor", "high_freq_factor"):
+            values[name] = needed(name, optional(name))
     if variant == "yarn":
-        values["beta_fast"] = float(number("beta_fast", 32.0))
-        values["beta_slow"] = float(number("beta_slow", 1.0))
-        values["truncate"] = bool(number("truncate", True))
-        for name in ("attention_factor", "mscale", "mscale_all_dim"):
+        # Absent keys keep the config's defaults, which are the YaRN paper's.
+        for name in ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"):
             values[name] = optional(name)
+        values["truncate"] = _rope_value(optional_boolean, config, ("truncate",), place)
     try:
-        return RopeConfig(**values)
+        return RopeConfig(**{name: value for name, value in values.items() if value is not None})
     except ConfigError as error:
         raise CheckpointError(f"{place}: {error}") from error
 
@@ -123,17 +101,18 @@ def check_full_attention(config: Config, num_layers: int, place: str) -> None:
     A window that no layer uses (``use_sliding_window`` false, or all layers below
     ``max_window_layers``) does not matter.
     """
-    kinds = config.get("layer_types")
+    kinds = texts(config, "layer_types", place)
+    window = optional_integer(config, "sliding_window", place)
+    on, windowed_from = (
+        boolean(config, "use_sliding_window", place),
+        integer(config, "max_window_layers", place, 28),
+    )
     if kinds:
-        other = sorted({kind for kind in kinds[:num_layers] if kind != "full_attention"})
-        used = ", ".join(other)
+        used = ", ".join(sorted({kind for kind in kinds[:num_layers] if kind != "full_attention"}))
     else:
-        windowed = config.get("use_sliding_window") and config.get("sliding_window")
-        used = "sliding_attention" if windowed and num_layers > config.get("max_window_layers", 28) else ""
+        used = "sliding_attention" if on and window and num_layers > windowed_from else ""
     if used:
-        raise CheckpointError(
-            f"{place} asks for {used} (window {config.get('sliding_window')}); expected full attention only"
-        )
+        raise CheckpointError(f"{place} asks for {used} (window {window}); expected full attention only")
 
 
 def read_block(
@@ -144,7 +123,7 @@ def read_block(
     Raises:
         CheckpointError: a width is missing or contradicts another, or the activation is not SwiGLU's.
     """
-    activation = config.get("hidden_act") or "silu"
+    activation = text(config, "hidden_act", place) or "silu"
     if activation not in ("silu", "swish"):
         raise CheckpointError(f"{place}: hidden_act is {activation!r}; expected 'silu'")
     hidden, heads = (integer(config, key, place) for key in ("hidden_size", "num_attention_heads"))
@@ -153,7 +132,7 @@ def read_block(
             f"{place}: hidden_size {hidden} is not a multiple of num_attention_heads {heads} and there is "
             "no head_dim; expected one"
         )
-    original = config.get("max_position_embeddings")
+    original = optional_integer(config, "max_position_embeddings", place)
     try:
         return BlockConfig(
             hidden_size=hidden,
@@ -161,17 +140,16 @@ def read_block(
             num_heads=heads,
             num_kv_heads=integer(config, "num_key_value_heads", place, heads),
             head_dim=integer(config, "head_dim", place, hidden // max(heads, 1)),
-            rms_norm_eps=float(config.get("rms_norm_eps") or default_eps),
+            rms_norm_eps=number(config, "rms_norm_eps", place, default_eps),
             rope=read_rope(config, place, default_theta=default_theta, default_original=original),
         )
     except ConfigError as error:
         raise CheckpointError(f"{place}: {error}") from error
 
 
-def text_config(config: Config) -> dict[str, Any]:
+def text_config(config: Config, place: str) -> Config:
     """The language model's keys: those of ``text_config``, the outer ones where it has none."""
-    inner = config.get("text_config") or {}
-    return {**{key: value for key, value in config.items() if key != "text_config"}, **inner}
+    return {**config, **section(config, "text_config", place)}
 
 
 def family_of(config: Config, place: str) -> Family:
@@ -182,27 +160,18 @@ def family_of(config: Config, place: str) -> Family:
     Raises:
         CheckpointError: no family runs it.
     """
-    sections = [section for section in (config.get("text_config"), config) if section]
-    names = [name for section in sections for name in section.get("architectures") or ()]
-    kinds = [section["model_type"] for section in sections if section.get("model_type")]
+    inner = section(config, "text_config", place)
+    sections = [keys for keys in (inner, config) if keys]
+    names = [name for keys in sections for name in texts(keys, "architectures", place)]
+    kinds = [kind for keys in sections if (kind := text(keys, "model_type", place))]
     try:
-        if config.get("text_config") is not None and kinds:
+        if kinds and (inner or not names):
             return registry.by_model_type(kinds[0])
         if names:
             return registry.by_architecture(names[0])
-        if kinds:
-            return registry.by_model_type(kinds[0])
     except registry.UnsupportedModelError as error:
         raise CheckpointError(f"{place}: {error}") from error
     raise CheckpointError(f"{place} has neither architectures nor model_type; expected a model's config")
-
-
-def token_ids(value: Any, key: str, place: str) -> tuple[int, ...]:
-    """A token id, a list of them or null, as a tuple."""
-    values = value if isinstance(value, list) else [] if value is None else [value]
-    if any(isinstance(v, bool) or not isinstance(v, int) for v in values):
-        raise CheckpointError(f"{place}: {key} is {value!r}; expected a token id or a list of them")
-    return tuple(values)
 
 
 def read_target_config(config: Config, generation: Config, place: str) -> TargetConfig:
@@ -213,35 +182,35 @@ def read_target_config(config: Config, generation: Config, place: str) -> Target
     Raises:
         CheckpointError: a key is missing, contradicts another, or asks for what is not supported.
     """
-    family, text = family_of(config, place), text_config(config)
-    if text.get("quantization_config"):
-        method = text["quantization_config"].get("quant_method", "an unnamed method")
+    family, keys = family_of(config, place), text_config(config, place)
+    if section(keys, "quantization_config", place):
+        method = text(keys, "quantization_config.quant_method", place) or "an unnamed method"
         raise CheckpointError(
             f"{place}: the weights are quantised ({method}); load the unquantised checkpoint, or a GGUF file"
         )
     for key in _EXPERT_KEYS:
-        if text.get(key):
+        if experts := optional_integer(keys, key, place):
             raise CheckpointError(
-                f"{place} is a mixture of experts ({key} {text[key]}); expected a dense model"
+                f"{place} is a mixture of experts ({key} {experts}); expected a dense model"
             )
-    num_layers = integer(text, "num_hidden_layers", place)
-    check_full_attention(text, num_layers, place)
+    num_layers = integer(keys, "num_hidden_layers", place)
+    check_full_attention(keys, num_layers, place)
     block = read_block(
-        text, place, default_theta=family.default_rope_theta, default_eps=family.default_rms_norm_eps
+        keys, place, default_theta=family.default_rope_theta, default_eps=family.default_rms_norm_eps
     )
     eos = [
-        *token_ids(generation.get("eos_token_id"), "eos_token_id", place),
-        *token_ids(text.get("eos_token_id"), "eos_token_id", place),
+        *token_ids(generation, "eos_token_id", place),
+        *token_ids(keys, "eos_token_id", place),
     ]
-    bos = token_ids(text.get("bos_token_id"), "bos_token_id", place)
+    bos = token_ids(keys, "bos_token_id", place)
     try:
         return TargetConfig(
             family=family.name,
             block=block,
-            vocab_size=integer(text, "vocab_size", place),
+            vocab_size=integer(keys, "vocab_size", place),
             num_layers=num_layers,
-            max_position=integer(text, "max_position_embeddings", place),
-            tie_word_embeddings=bool(text.get("tie_word_embeddings", False)),
+            max_position=integer(keys, "max_position_embeddings", place),
+            tie_word_embeddings=boolean(keys, "tie_word_embeddings", place),
             eos_token_ids=tuple(dict.fromkeys(eos)),
             bos_token_id=bos[0] if bos else None,
         )

@@ -13,14 +13,28 @@ from typing import Any, Literal
 
 import numpy as np
 
-from peagle_jax.checkpoint.config_reader import agreed, check_full_attention, integer
+from peagle_jax.checkpoint.config_reader import check_full_attention
 from peagle_jax.checkpoint.errors import CheckpointError
+from peagle_jax.checkpoint.fields import (
+    Config,
+    agreed,
+    boolean,
+    integer,
+    integers,
+    lookup,
+    number,
+    optional_boolean,
+    optional_integer,
+    section,
+    shown,
+    text,
+    texts,
+)
 from peagle_jax.config import ConfigError, TargetConfig, default_taps
 from peagle_jax.models.family import LAYER_NAMES
 
 log = logging.getLogger(__name__)
 
-Config = Mapping[str, Any]
 Convention = Literal["auto", "boundary", "output"]
 
 OWN_SECTION = "peagle_jax"
@@ -31,6 +45,7 @@ MASK_TOKEN_KEYS = ("mask_token_id", "ptd_token_id", "pard_token", "unused_token_
 
 AUX_KEY = "eagle_aux_hidden_state_layer_ids"
 
+_NESTED_BLOCK = "transformer_layer_config"  # speculators'
 _BLOCK_TYPES = ("llama", "qwen2", "qwen3")
 _ARCHITECTURES = (
     "LlamaForCausalLMEagle3",
@@ -98,135 +113,104 @@ class HeadFacts:
     by_speculators: bool
 
 
-def _nested(config: Config, section: str, key: str) -> Any:
-    return (config.get(section) or {}).get(key)
-
-
-def _ids(value: Any, key: str, place: str) -> tuple[int, ...] | None:
-    if value is None or value == []:
-        return None
-    if not isinstance(value, list) or any(isinstance(v, bool) or not isinstance(v, int) for v in value):
-        raise CheckpointError(f"{place}: {key} is {value!r}; expected a list of layer numbers")
-    return tuple(value)
-
-
 def read_facts(config: Config, place: str) -> HeadFacts:
     """The facts of any layout's config.
 
     Raises:
         CheckpointError: two keys disagree, or an option is not supported.
     """
-    nested = config.get("transformer_layer_config")
-    block = config if nested is None else nested
-    _check_block_type(config, block, nested is not None, place)
+    nested = bool(section(config, _NESTED_BLOCK, place))
+    block = section(config, _NESTED_BLOCK, place) if nested else config
+    names = texts(config, "architectures", place)
+    block_type = text(block, "model_type", place) or "llama"
+    _check_block_type(names, block_type, nested, place)
     for key in ("fc_norm", "norm_output"):
-        if config.get(key):
+        if boolean(config, key, place):
             raise CheckpointError(
                 f"{place}: {key} is set (EAGLE-3.1); only heads without it are supported, see norm_before_fc"
             )
-    aux_state = _nested(config, "eagle_config", "use_aux_hidden_state")
-    aux_state = agreed(
-        {
-            "use_aux_hidden_state": config.get("use_aux_hidden_state"),
-            "eagle_config.use_aux_hidden_state": aux_state,
-        },
-        "use_aux_hidden_state",
-        place,
-    )
-    if aux_state is False:
+    if _anywhere(optional_boolean, config, "use_aux_hidden_state", place) is False:
         raise CheckpointError(
             f"{place}: use_aux_hidden_state is false, a head without fc; expected a head that fuses taps"
         )
-    if config.get("logit_scale", 1) != 1:
-        raise CheckpointError(f"{place}: logit_scale is {config['logit_scale']}; expected 1 or none")
-    kind = config.get("speculators_model_type") or _nested(config, "speculators_config", "algorithm")
+    scale = number(config, "logit_scale", place, 1.0)
+    if scale != 1:
+        raise CheckpointError(f"{place}: logit_scale is {scale}; expected 1 or none")
+    kind = text(config, "speculators_model_type", place) or text(
+        config, "speculators_config.algorithm", place
+    )
     if kind not in (None, "eagle3", "peagle"):
-        raise CheckpointError(f"{place} is a {kind} speculator; expected eagle3 or peagle")
+        raise CheckpointError(f"{place} is a {kind!r} speculator; expected eagle3 or peagle")
     check_full_attention(block, integer(block, "num_hidden_layers", place), place)
-    # vLLM's adapter takes an EAGLE-3 speculators config without the key as true, any other as false.
-    norm_default = nested is not None and kind != "peagle"
-    norm = config.get("norm_before_residual")
+    vocab_keys = ("vocab_size", f"{_NESTED_BLOCK}.vocab_size")
     return HeadFacts(
         block=block,
-        claims_parallel=bool(config.get("parallel_drafting"))
+        claims_parallel=boolean(config, "parallel_drafting", place)
         or kind == "peagle"
-        or any("peagle" in name.lower() for name in config.get("architectures") or ()),
-        mask_token_id=_mask_token(config, place),
-        aux_ids=_aux_ids(config, place),
-        own_taps=_ids(_nested(config, OWN_SECTION, "taps"), f"{OWN_SECTION}.taps", place),
-        aux_count=_aux_count(config, place),
-        target_hidden_size=config.get("target_hidden_size") or None,
-        vocab_size=agreed(
+        or any("peagle" in name.lower() for name in names),
+        mask_token_id=agreed(
             {
-                "vocab_size": config.get("vocab_size"),
-                "transformer_layer_config.vocab_size": (nested or {}).get("vocab_size"),
+                key: optional_integer(config, key, place)
+                for key in (*MASK_TOKEN_KEYS, "dflash_config.mask_token_id")
             },
-            "vocab_size",
+            "the mask token id",
             place,
         ),
-        draft_vocab_size=config.get("draft_vocab_size") or None,
+        aux_ids=_anywhere(_layer_ids, config, AUX_KEY, place),
+        own_taps=_layer_ids(config, f"{OWN_SECTION}.taps", place),
+        aux_count=_anywhere(_aux_count, config, "num_aux_hidden_states", place),
+        target_hidden_size=_count(config, "target_hidden_size", place),
+        vocab_size=agreed({key: _count(config, key, place) for key in vocab_keys}, "vocab_size", place),
+        draft_vocab_size=_count(config, "draft_vocab_size", place),
         num_depths=_num_depths(config, place),
-        norm_before_residual=norm_default if norm is None else bool(norm),
-        norm_before_fc=bool(config.get("norm_before_fc")),
-        needs_qk_norm=_is_qwen3(config, block, nested is not None),
-        by_speculators=nested is not None or kind is not None,
+        # vLLM's adapter takes an EAGLE-3 speculators config without the key as true, any other as false.
+        norm_before_residual=boolean(config, "norm_before_residual", place, nested and kind != "peagle"),
+        norm_before_fc=boolean(config, "norm_before_fc", place),
+        # speculators picks the block by its model_type, vLLM by the architecture.
+        needs_qk_norm=block_type == "qwen3" if nested else any("Qwen3" in name for name in names),
+        by_speculators=nested or kind is not None,
     )
 
 
-def _check_block_type(config: Config, block: Config, nested: bool, place: str) -> None:
+def _check_block_type(names: tuple[str, ...], block_type: str, nested: bool, place: str) -> None:
     if nested:
-        kind = block.get("model_type", "llama")
-        if kind not in _BLOCK_TYPES:
+        if block_type not in _BLOCK_TYPES:
             raise CheckpointError(
-                f"{place}: transformer_layer_config.model_type is {kind!r}; "
+                f"{place}: {_NESTED_BLOCK}.model_type is {block_type!r}; "
                 f"expected one of {', '.join(_BLOCK_TYPES)}"
             )
-        return
-    names = config.get("architectures") or []
-    if names and names[0] not in _ARCHITECTURES:
+    elif names and names[0] not in _ARCHITECTURES:
         raise CheckpointError(
             f"{place}: architecture {names[0]!r} is not a head that is supported; "
             f"expected one of {', '.join(_ARCHITECTURES)}"
         )
 
 
-def _is_qwen3(config: Config, block: Config, nested: bool) -> bool:
-    """speculators picks the block by its model_type, vLLM by the architecture."""
-    if nested:
-        return block.get("model_type") == "qwen3"
-    return any("Qwen3" in name for name in config.get("architectures") or ())
+def _anywhere(read: Callable[[Config, str, str], Any], config: Config, key: str, place: str) -> Any:
+    """What the top level and ``eagle_config`` (vLLM reads either) agree on."""
+    return agreed({name: read(config, name, place) for name in (key, f"eagle_config.{key}")}, key, place)
 
 
-def _mask_token(config: Config, place: str) -> int | None:
-    found = {key: config.get(key) for key in MASK_TOKEN_KEYS}
-    found["dflash_config.mask_token_id"] = _nested(config, "dflash_config", "mask_token_id")
-    value = agreed(found, "the mask token id", place)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-        raise CheckpointError(f"{place}: the mask token id is {value!r}; expected a whole number")
-    return value
+def _layer_ids(config: Config, key: str, place: str) -> tuple[int, ...] | None:
+    return integers(config, key, place, "layer numbers")
 
 
-def _aux_ids(config: Config, place: str) -> tuple[int, ...] | None:
-    found = {
-        AUX_KEY: _ids(config.get(AUX_KEY), AUX_KEY, place),
-        f"eagle_config.{AUX_KEY}": _ids(_nested(config, "eagle_config", AUX_KEY), AUX_KEY, place),
-    }
-    return agreed(found, "the tapped layers", place)
+def _count(config: Config, key: str, place: str) -> int | None:
+    return optional_integer(config, key, place, least=1)
 
 
-def _aux_count(config: Config, place: str) -> int | None:
-    key = "num_aux_hidden_states"
-    found = {
-        key: config.get(key) or None,
-        f"eagle_config.{key}": _nested(config, "eagle_config", key) or None,
-    }
-    return agreed(found, "the number of tapped layers", place)
+def _aux_count(config: Config, key: str, place: str) -> int | None:
+    return optional_integer(config, key, place, least=0) or None  # some write 0 for the default
 
 
 def _num_depths(config: Config, place: str) -> int | None:
-    proposals = _nested(config, "speculators_config", "proposal_methods") or []
-    tokens = [p.get("speculative_tokens") for p in proposals if isinstance(p, Mapping)]
-    return config.get("num_depths") or next((t for t in tokens if t), None)
+    """Our key, else speculators' first proposal that says how many tokens it drafts."""
+    key = "speculators_config.proposal_methods"
+    proposals = lookup(config, key, place) or []
+    if not isinstance(proposals, list) or not all(isinstance(p, Mapping) for p in proposals):
+        raise CheckpointError(f"{place}: {key} is {shown(proposals)}; expected a list of objects")
+    tokens = [_count(proposal, "speculative_tokens", place) for proposal in proposals]
+    return _count(config, "num_depths", place) or next((t for t in tokens if t), None)
 
 
 def resolve_taps(
@@ -246,6 +230,9 @@ def resolve_taps(
         raise CheckpointError(
             f"{place}: num_aux_hidden_states is {facts.aux_count} but fc.weight is as wide as {count} taps"
         )
+    if facts.own_taps and facts.aux_ids:
+        both = {f"{OWN_SECTION}.taps": facts.own_taps, AUX_KEY: facts.aux_ids}
+        agreed({key: list(ids) for key, ids in both.items()}, "the tapped layers", place)
     ids = facts.own_taps or facts.aux_ids
     if ids is None:
         if count != 3:

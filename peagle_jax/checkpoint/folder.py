@@ -14,10 +14,28 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from peagle_jax.checkpoint.errors import CheckpointError
+from peagle_jax.checkpoint.fields import shown
 from peagle_jax.checkpoint.tensors import Shape
 
 _READABLE = {"F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL"}
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt")
+
+
+def local_path(ref: str) -> Path:
+    """A reference as a path, ``~`` expanded; it need not exist.
+
+    Raises:
+        CheckpointError: no path can be spelled so.
+    """
+    try:
+        path = Path(ref).expanduser()
+        path.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # too long, ~ of nobody, a NUL
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"{shown(ref)} is no path that can be opened: {reason}") from error
+    if "\0" in ref:
+        raise CheckpointError(f"{shown(ref)} is no path that can be opened: it holds a NUL character")
+    return path
 
 
 def resolve(ref: str, revision: str | None = None) -> Path:
@@ -26,7 +44,7 @@ def resolve(ref: str, revision: str | None = None) -> Path:
     Raises:
         CheckpointError: it is neither.
     """
-    path = Path(ref).expanduser()
+    path = local_path(ref)
     if ref and path.is_dir():
         return path
     if not ref or ref.startswith((".", "/", "~")) or ref.count("/") > 1 or path.exists():

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from peagle_jax.checkpoint import fields
 from peagle_jax.checkpoint.errors import CheckpointError
 from peagle_jax.checkpoint.gguf_format import TensorData, read_header
 from peagle_jax.checkpoint.tensors import Reader, Shape, gguf_name, read_target
@@ -45,18 +46,33 @@ class GGUFFile:
 
     def get(self, key: str, default: Any = None) -> Any:
         """A metadata value; ``{arch}`` in the key stands for the file's architecture."""
-        if "{arch}" in key:
-            key = key.replace("{arch}", self.architecture)
-        return self._metadata.get(key, default)
+        return self._metadata.get(self.named(key), default)
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """A whole number, as ``get``. Raises CheckpointError for another kind, or without a default."""
+        key = self.named(key)
+        if default is None:
+            self.require(key)
+        return fields.integer(self._metadata, key, self.place, default)
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A finite number, as ``integer``."""
+        key = self.named(key)
+        value = default if default is not None else self.require(key)
+        return fields.number(self._metadata, key, self.place, value)
 
     def require(self, key: str) -> Any:
         """A metadata value. Raises CheckpointError when the file has none."""
         value = self.get(key)
         if value is None:
-            if "{arch}" in key:
-                key = key.replace("{arch}", self.architecture)
-            raise CheckpointError(f"{self.place} has no metadata key {key}; it is not a whole GGUF model")
+            raise CheckpointError(
+                f"{self.place} has no metadata key {self.named(key)}; it is not a whole GGUF model"
+            )
         return value
+
+    def named(self, key: str) -> str:
+        """The key with the file's architecture in its place."""
+        return key.replace("{arch}", self.architecture) if "{arch}" in key else key
 
     def names(self) -> Iterable[str]:
         return self._tensors.keys()
@@ -72,7 +88,7 @@ class GGUFFile:
         """Undoes the row order that llama.cpp gives q and k: (pair, half) back to (half, pair)."""
         part = name.split(".", 2)[-1]
         if part in ("attn_q.weight", "attn_q.bias"):
-            heads = self.require("{arch}.attention.head_count")
+            heads = self.integer("{arch}.attention.head_count")
         elif part in ("attn_k.weight", "attn_k.bias"):
             heads = _kv_heads(self)
         else:
@@ -82,35 +98,32 @@ class GGUFFile:
 
 
 def _kv_heads(file: GGUFFile) -> int:
-    heads = file.require("{arch}.attention.head_count")
-    kv_heads = file.get("{arch}.attention.head_count_kv", heads)
-    for key, value in (("head_count", heads), ("head_count_kv", kv_heads)):
-        if not isinstance(value, int):
+    for key in ("{arch}.attention.head_count", "{arch}.attention.head_count_kv"):
+        if isinstance(file.get(key), list):
             raise CheckpointError(
-                f"{file.place}: {file.architecture}.attention.{key} differs from layer to layer; "
-                "expected one number"
+                f"{file.place}: {file.named(key)} differs from layer to layer; expected one number"
             )
-    return kv_heads
+    return file.integer("{arch}.attention.head_count_kv", file.integer("{arch}.attention.head_count"))
 
 
 def _rope(file: GGUFFile, head_dim: int) -> RopeConfig:
-    theta = float(file.get("{arch}.rope.freq_base", file.family.default_rope_theta))
+    theta = file.number("{arch}.rope.freq_base", file.family.default_rope_theta)
     if _FREQUENCIES in set(file.names()):
         return _llama3_rope(file, theta, head_dim)
     kind = file.get("{arch}.rope.scaling.type", "none")
     if kind == "none":
         return RopeConfig(theta=theta)
-    attention = file.get("{arch}.rope.scaling.attn_factor", 1.0)
+    attention = file.number("{arch}.rope.scaling.attn_factor", 1.0)
     if attention != 1:
         raise CheckpointError(f"{file.place}: RoPE's attn_factor is {attention:g}; expected 1")
-    context = file.get("{arch}.context_length", 8192)
+    context = file.integer("{arch}.context_length", 8192)
     return RopeConfig(
         theta=theta,
         variant=kind,
-        factor=float(file.require("{arch}.rope.scaling.factor")),
-        original_max_position=file.get("{arch}.rope.scaling.original_context_length", context),
-        beta_fast=file.get("{arch}.rope.scaling.yarn_beta_fast", 32.0),
-        beta_slow=file.get("{arch}.rope.scaling.yarn_beta_slow", 1.0),
+        factor=file.number("{arch}.rope.scaling.factor"),
+        original_max_position=file.integer("{arch}.rope.scaling.original_context_length", context),
+        beta_fast=file.number("{arch}.rope.scaling.yarn_beta_fast", 32.0),
+        beta_slow=file.number("{arch}.rope.scaling.yarn_beta_slow", 1.0),
     )
 
 
@@ -134,40 +147,43 @@ def read_config(file: GGUFFile) -> TargetConfig:
     Raises:
         CheckpointError: a key is missing, or asks for what is not supported.
     """
-    if file.get("{arch}.expert_count", 0):
+    if file.integer("{arch}.expert_count", 0):
         raise CheckpointError(f"{file.place} is a mixture of experts; expected a dense model")
-    if file.get("{arch}.attention.sliding_window", 0):
+    if file.integer("{arch}.attention.sliding_window", 0):
         raise CheckpointError(f"{file.place} uses sliding-window attention; expected full attention")
-    heads, kv_heads = file.require("{arch}.attention.head_count"), _kv_heads(file)
-    width = file.require("{arch}.embedding_length")
-    head_dim = file.get("{arch}.attention.key_length", width // heads)
+    kv_heads = _kv_heads(file)
+    heads = file.integer("{arch}.attention.head_count")
+    width = file.integer("{arch}.embedding_length")
+    head_dim = file.integer("{arch}.attention.key_length", width // max(heads, 1))
     for key in ("{arch}.attention.value_length", "{arch}.rope.dimension_count"):
-        found = file.get(key, head_dim)
+        found = file.integer(key, head_dim)
         if found != head_dim:
             raise CheckpointError(
-                f"{file.place}: {key.replace('{arch}', file.architecture)} is {found}; "
+                f"{file.place}: {file.named(key)} is {found}; "
                 f"expected the head width {head_dim}, other widths are not supported"
             )
-    eos = [file.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    stops = {name: f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom", "bos")}
+    ids = {name: file.integer(key) for name, key in stops.items() if file.get(key) is not None}
+    bos = ids.pop("bos", None)
     try:
         block = BlockConfig(
             hidden_size=width,
-            intermediate_size=file.require("{arch}.feed_forward_length"),
+            intermediate_size=file.integer("{arch}.feed_forward_length"),
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=round_to_decimal(file.require("{arch}.attention.layer_norm_rms_epsilon")),
+            rms_norm_eps=round_to_decimal(file.number("{arch}.attention.layer_norm_rms_epsilon")),
             rope=_rope(file, head_dim),
         )
         return TargetConfig(
             family=file.family.name,
             block=block,
             vocab_size=_vocab_size(file),
-            num_layers=file.require("{arch}.block_count"),
-            max_position=file.require("{arch}.context_length"),
+            num_layers=file.integer("{arch}.block_count"),
+            max_position=file.integer("{arch}.context_length"),
             tie_word_embeddings=MODEL_NAMES["lm_head"].gguf not in set(file.names()),
-            eos_token_ids=tuple(dict.fromkeys(i for i in eos if i is not None)),
-            bos_token_id=file.get("tokenizer.ggml.bos_token_id"),
+            eos_token_ids=tuple(dict.fromkeys(ids.values())),
+            bos_token_id=bos,
         )
     except ConfigError as error:
         raise CheckpointError(f"{file.place}: {error}") from error

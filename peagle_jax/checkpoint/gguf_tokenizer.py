@@ -134,7 +134,7 @@ def build_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast:
     named["pad_token"] = token("padding") or named["eos_token"]
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=core,
-        model_max_length=file.require("{arch}.context_length"),
+        model_max_length=file.integer("{arch}.context_length"),
         clean_up_tokenization_spaces=False,
         **{key: value for key, value in named.items() if value is not None},
     )

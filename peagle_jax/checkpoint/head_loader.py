@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from peagle_jax.checkpoint import dialects
-from peagle_jax.checkpoint.config_reader import agreed, integer, read_block
+from peagle_jax.checkpoint.config_reader import read_block
 from peagle_jax.checkpoint.dialects import HEAD_NAMES, Convention, HeadFacts, spelling
 from peagle_jax.checkpoint.errors import CheckpointError
+from peagle_jax.checkpoint.fields import agreed, boolean, integer
 from peagle_jax.checkpoint.tensors import Reader, TensorSource, layer_shapes, read_layer
 from peagle_jax.config import BlockConfig, ConfigError, DrafterConfig, TargetConfig
 from peagle_jax.drafter.head import DrafterParams
@@ -182,9 +183,9 @@ class HeadLoader:
             return spelling(dialects.layer_name(field, index), self.reader.has)
 
         extra = [field for field in _OPTIONAL_FIELDS if self.reader.has(name_of(field))]
-        if self.facts.block.get("attention_bias"):
+        if boolean(self.facts.block, "attention_bias", self.place):
             extra += QKV_BIASES
-        if self.facts.block.get("mlp_bias"):
+        if boolean(self.facts.block, "mlp_bias", self.place):
             extra += MLP_BIASES
         if self.facts.needs_qk_norm or set(extra) & set(QK_NORMS):
             extra += QK_NORMS

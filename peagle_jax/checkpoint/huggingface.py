@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 
 from peagle_jax.checkpoint.config_reader import family_of, read_target_config, text_config
 from peagle_jax.checkpoint.errors import CheckpointError
+from peagle_jax.checkpoint.fields import boolean
 from peagle_jax.checkpoint.folder import SafeTensors, read_json
 from peagle_jax.checkpoint.tensors import Reader, hf_name, read_target
 from peagle_jax.config import TargetConfig
@@ -43,7 +44,8 @@ def load_folder(
     reader = Reader(SafeTensors(folder))
     if cfg.tie_word_embeddings and reader.has("lm_head.weight"):
         cfg = _settle_tie(cfg, reader)
-    fields = family_of(raw, place).layer_fields(text_config(raw))
+    family, keys = family_of(raw, place), text_config(raw, place)
+    fields = family.layer_fields({flag: boolean(keys, flag, place) for flag, _ in family.by_flag})
     params = read_target(reader, cfg, fields, hf_name, dtype, stacked)
     reader.finish(ignore=lambda name: name.endswith("rotary_emb.inv_freq"))
     return cfg, params

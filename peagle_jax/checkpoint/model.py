@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ from jax.typing import DTypeLike
 
 from peagle_jax.checkpoint import embedded, gguf
 from peagle_jax.checkpoint.errors import CheckpointError
-from peagle_jax.checkpoint.folder import resolve
+from peagle_jax.checkpoint.folder import local_path, resolve
 from peagle_jax.checkpoint.gguf_tokenizer import build_tokenizer
 from peagle_jax.checkpoint.huggingface import load_folder, load_tokenizer, read_generation
 from peagle_jax.config import TargetConfig
 from peagle_jax.models.stack import TargetParams
+
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
@@ -57,7 +60,7 @@ def load_target(
     if ref is None:
         return _load_gguf(embedded.embedded_path(), embedded.NAME, dtype, stacked, tokenizer)
     ref = str(ref)
-    path = Path(ref).expanduser()
+    path = local_path(ref)
     if path.is_file() and path.suffix == ".gguf":
         return _load_gguf(path, path.stem, dtype, stacked, tokenizer)
     folder = resolve(ref, revision)
@@ -68,13 +71,36 @@ def load_target(
         return _load_gguf(files[0], files[0].stem, dtype, stacked, tokenizer)
     config, params = load_folder(folder, dtype, stacked)
     name = folder.resolve().name if path.is_dir() else ref
-    loaded = load_tokenizer(tokenizer or folder)
+    loaded = checked_tokenizer(load_tokenizer(folder if tokenizer is None else tokenizer), config)
     return LoadedTarget(config, params, loaded, name, read_generation(folder), str(folder))
 
 
 def _load_gguf(path: Path, name: str, dtype: DTypeLike, stacked: bool, tokenizer: str | None) -> LoadedTarget:
     file = gguf.GGUFFile(path)
     config = gguf.read_config(file)
-    loaded = load_tokenizer(tokenizer) if tokenizer else build_tokenizer(file)
+    loaded = build_tokenizer(file) if tokenizer is None else load_tokenizer(tokenizer)
+    loaded = checked_tokenizer(loaded, config)
     params = gguf.load_params(file, config, dtype, stacked)
     return LoadedTarget(config, params, loaded, name, gguf.read_sampling(file), str(path))
+
+
+def checked_tokenizer(tokenizer: Any, config: TargetConfig) -> Any:
+    """The tokenizer itself. Added tokens past the embeddings are published at times, and only warned of:
+    a text that has one is refused when it comes.
+
+    Raises:
+        CheckpointError: its vocabulary is larger than the model's; it belongs to another model.
+    """
+    if tokenizer.vocab_size > config.vocab_size:
+        raise CheckpointError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, but the model has {config.vocab_size} "
+            "embeddings; name the tokenizer that belongs to this model"
+        )
+    if len(tokenizer) > config.vocab_size:
+        log.warning(
+            "the tokenizer's ids go up to %d, but the model has %d embeddings; text with the added tokens "
+            "past them is refused",
+            len(tokenizer) - 1,
+            config.vocab_size,
+        )
+    return tokenizer

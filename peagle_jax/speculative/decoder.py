@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from peagle_jax.config import ConfigError, DrafterConfig, SpecConfig, TargetConfig
+from peagle_jax.config import MAX_STOP_IDS, ConfigError, DrafterConfig, SpecConfig, TargetConfig
 from peagle_jax.drafter.head import DrafterParams
 from peagle_jax.models.stack import TargetParams, check_taps
 from peagle_jax.parallel.replicate import Backend, replica_sharding, replicate
@@ -21,7 +21,6 @@ from peagle_jax.speculative.round import step
 from peagle_jax.speculative.sampling import SamplingParams, sampling_state
 from peagle_jax.speculative.state import Chunk, DecodeState, RoundOutput, empty_state
 
-MAX_STOP_IDS = 16
 SMALLEST_CACHE = 512
 
 
@@ -104,10 +103,15 @@ class Decoder:
             raise ConfigError(
                 f"max_model_len is {max_model_len}; this target takes 1 to {target.max_position}"
             )
+        if spec.num_speculative_tokens >= max_model_len:
+            raise ConfigError(
+                f"num_speculative_tokens is {spec.num_speculative_tokens}; expected less than the "
+                f"context of {max_model_len} tokens"
+            )
         self.target, self.drafter, self.spec = target, drafter, spec
         self.max_model_len, self.batch = max_model_len, batch
         self.prefill_chunk = min(prefill_chunk, max_model_len)
-        device = device or jax.devices()[0]
+        self.device = device = device or jax.devices()[0]
         # A CPU computes what it dispatches: reading late only adds a wasted round there.
         self.lookahead = (0 if device.platform == "cpu" else 1) if lookahead is None else lookahead
         self.compilations = 0
@@ -134,6 +138,12 @@ class Decoder:
         k, rounds = self.spec.num_speculative_tokens, self.spec.rounds
         return max(self.prefill_chunk, rounds * (k + 1) + 2 * k + 1)
 
+    def state_bytes(self) -> int:
+        """Bytes of the largest state, the KV caches almost all of them."""
+        request = Request([0], max_tokens=1)
+        state = jax.eval_shape(lambda: self._empty_state([request], self._sizes[-1]))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+
     def _cache_sizes(self) -> list[int]:
         sizes, size = [], SMALLEST_CACHE
         while size < self.max_model_len:
@@ -155,12 +165,16 @@ class Decoder:
     # -- state -------------------------------------------------------------------------------
 
     def _fresh_state(self, requests: Sequence[Request], slots: int) -> DecodeState:
+        state = self._empty_state(requests, slots)
+        return jax.device_put(jax.tree.map(lambda x: x[None], state), self._sharding)
+
+    def _empty_state(self, requests: Sequence[Request], slots: int) -> DecodeState:
         rows = [*requests, *[Request([0], max_tokens=0)] * (self.batch - len(requests))]
         stops = np.full((self.batch, MAX_STOP_IDS), -1, np.int32)
         for row, request in zip(stops, rows, strict=True):
             row[: len(request.stop_ids)] = sorted(request.stop_ids)
         limits = [min(len(r.prompt) + r.max_tokens, self.max_model_len) for r in rows]
-        state = empty_state(
+        return empty_state(
             self.target,
             self.drafter,
             num_speculative_tokens=self.spec.num_speculative_tokens,
@@ -171,7 +185,6 @@ class Decoder:
             dtype=self._cache_dtype,
             stacked=self._stacked,
         )
-        return jax.device_put(jax.tree.map(lambda x: x[None], state), self._sharding)
 
     def _chunk(self, requests: Sequence[Request], start: int) -> Chunk:
         width = self.prefill_chunk

@@ -10,7 +10,6 @@ noise to its own logits agrees more often.
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +21,9 @@ from peagle_jax.layers.attention import NEGATIVE
 
 GREEDY_BELOW = 1e-5
 """Temperatures under this are greedy (vLLM's bound); dividing by them would overflow float32."""
+
+HIGHEST_TEMPERATURE = 100.0
+"""Hotter is uniform to the eye, and rounding would decide which tokens top-p keeps."""
 
 LARGEST_TOP_K = 2**31 - 1
 
@@ -47,7 +49,7 @@ class SamplingParams:
             if not ok:
                 raise ValueError(f"{name} must be {expected}, found {getattr(self, name)}")
 
-        check(math.isfinite(self.temperature) and self.temperature >= 0, "temperature", "at least 0")
+        check(0 <= self.temperature <= HIGHEST_TEMPERATURE, "temperature", f"in 0..{HIGHEST_TEMPERATURE:g}")
         check(self.top_k >= -1, "top_k", "at least 1, or 0 or -1 for off")
         check(0 < self.top_p <= 1, "top_p", "in (0, 1]")
         check(0 <= self.min_p <= 1, "min_p", "in [0, 1]")

@@ -181,7 +181,7 @@ def test_a_window_that_no_layer_uses_does_not_matter(unused):
         ({"num_key_value_heads": 3}, "num_attention_heads (4) must be a multiple of num_key_value_heads (3)"),
         ({"head_dim": 5}, "head_dim must be even"),
         ({"vocab_size": 0}, "vocab_size must be positive"),
-        ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'; expected a token id or a list of them"),
+        ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'; expected a list of token ids, or one"),
     ],
     ids=range(15),
 )

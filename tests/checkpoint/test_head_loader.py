@@ -271,7 +271,14 @@ def test_tensors_that_cannot_be_right_are_one_line(tmp_path, case):
         ({"attention_bias": True}, "has no tensor layers.0.self_attn.q_proj.bias"),
         ({"norm_before_fc": True}, "norm_before_fc is True but input_norm.weight is missing"),
         ({"architectures": ["PeagleQwen3ForCausalLM"]}, "has no tensor layers.0.self_attn.q_norm.weight"),
-        ({"peagle_jax": {"taps": [1, 3, 6]}}, "taps [1, 3, 6] are not boundaries of a target of 5 layers"),
+        (
+            {
+                "peagle_jax": {"taps": [1, 3, 6]},
+                "eagle_aux_hidden_state_layer_ids": [1, 3, 6],
+                "eagle_config": {},
+            },
+            "taps [1, 3, 6] are not boundaries of a target of 5 layers",
+        ),
         ({"num_aux_hidden_states": 4}, "num_aux_hidden_states is 4 but fc.weight is as wide as 3 taps"),
     ],
     ids=range(13),
@@ -329,3 +336,32 @@ def test_a_single_number_in_place_of_an_array_is_named(tmp_path, name):
 
     message = fails(saved_head(tmp_path / "head").edit(change))
     assert f"tensor {name}" in message
+
+
+def test_taps_that_our_key_and_vllms_give_differently_are_refused(tmp_path):
+    saved = saved_head(tmp_path / "head").edit(eagle_aux_hidden_state_layer_ids=[0, 2, 4], eagle_config={})
+    said = fails(saved)
+    assert "gives the tapped layers twice: peagle_jax.taps = [1, 3, 5] but eagle_aux" in said
+    assert "[0, 2, 4]" in said
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("kind", [np.float32, np.float16, ml_dtypes.bfloat16], ids=lambda k: np.dtype(k).name)
+def test_weights_that_are_not_finite_are_refused(tmp_path, kind, value):
+    def change(config, tensors):
+        tensors["fc.weight"] = tensors["fc.weight"].astype(kind)
+        tensors["fc.weight"][3, 2] = value
+
+    assert "tensor fc.weight holds NaN or infinity" in fails(saved_head(tmp_path / "head").edit(change))
+
+
+@pytest.mark.parametrize("kind", [np.float16, ml_dtypes.bfloat16], ids=lambda k: np.dtype(k).name)
+def test_the_largest_finite_weights_load(tmp_path, kind):
+    largest = ml_dtypes.finfo(kind).max
+
+    def change(config, tensors):
+        tensors["fc.weight"] = tensors["fc.weight"].astype(kind)
+        tensors["fc.weight"][3, 2] = largest
+
+    params = saved_head(tmp_path / "head").edit(change).load()[1]
+    assert float(params.fc[2, 3]) == float(largest)

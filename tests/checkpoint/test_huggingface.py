@@ -141,3 +141,10 @@ def test_a_folder_without_a_tokenizer_is_one_line(tmp_path):
         load_tokenizer(tmp_path / "lacks")
     assert "has no tokenizer that loads" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["false", 0, []], ids=repr)
+def test_a_bias_flag_is_true_or_false(tmp_path, value):
+    folder = write_folder(tmp_path, target_json(TARGET, attention_bias=value), TENSORS)
+    with pytest.raises(CheckpointError, match="attention_bias is .*; expected true or false"):
+        load_folder(folder)

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from peagle_jax.checkpoint import embedded, folder
 from peagle_jax.checkpoint.errors import CheckpointError
@@ -90,3 +92,29 @@ def test_a_reference_to_nothing_is_one_line(monkeypatch):
     with pytest.raises(CheckpointError, match="does not exist") as caught:
         load_target("/no/such.gguf")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "ref", ["~nobody-of-that-name/x", "/" + "x" * 5000, "/tmp/a\0b"], ids=["user", "long", "nul"]
+)
+def test_a_path_that_no_system_opens_is_refused(ref):
+    with pytest.raises(CheckpointError, match="is no path that can be opened") as caught:
+        load_target(ref)
+    assert len(str(caught.value)) < 300
+
+
+def test_a_tokenizer_with_more_tokens_than_embeddings_is_another_models(hf_folder, tmp_path):
+    words = {f"w{i}": i for i in range(TARGET.vocab_size + 1)}
+    core = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=core).save_pretrained(tmp_path / "other")
+    with pytest.raises(CheckpointError, match="has 54 tokens, but the model has 53 embeddings"):
+        load_target(str(hf_folder), tokenizer=str(tmp_path / "other"))
+
+
+def test_added_tokens_past_the_embeddings_are_warned_of(hf_folder, tmp_path, caplog):
+    words = {f"w{i}": i for i in range(TARGET.vocab_size)}
+    core = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    core.add_special_tokens(["<pad>"])
+    PreTrainedTokenizerFast(tokenizer_object=core).save_pretrained(tmp_path / "other")
+    assert len(load_target(str(hf_folder), tokenizer=str(tmp_path / "other")).tokenizer) == 54
+    assert "ids go up to 53, but the model has 53 embeddings" in caplog.text

@@ -1,7 +1,7 @@
 import jax
 import pytest
 
-from peagle_jax.config import SpecConfig
+from peagle_jax.config import ConfigError, SpecConfig
 from peagle_jax.speculative.decoder import Decoder
 from tests.tiny import TARGET, head_config, head_params, target_params
 
@@ -41,3 +41,19 @@ def test_weights_of_another_head_are_refused(change):
 def test_a_decoder_without_a_head_takes_none():
     with pytest.raises(ValueError, match="not of this decoder's head"):
         make(None).replace_head(head_params(CFG))
+
+
+@pytest.mark.parametrize("method", ["peagle", "eagle3"])
+def test_as_many_drafts_as_the_context_has_tokens_are_refused(method):
+    cfg = head_config(method, num_layers=1)
+    with pytest.raises(
+        ConfigError, match="num_speculative_tokens is 8; expected less than the context of 8 tokens"
+    ):
+        Decoder(TARGET, target_params(), cfg, head_params(cfg), SpecConfig(8, method), max_model_len=8)
+
+
+def test_the_size_of_the_largest_state_is_known_before_it_is_made():
+    decoder = make(None)
+    slots = 40 + 8  # the context and a chunk's scratch
+    caches = 2 * TARGET.num_layers * TARGET.block.num_kv_heads * slots * TARGET.block.head_dim * 4
+    assert caches < decoder.state_bytes() < caches + 200

@@ -117,6 +117,7 @@ def test_top_k_of_one_is_greedy_at_any_temperature():
         {"temperature": -0.1},
         {"temperature": float("nan")},
         {"temperature": float("inf")},
+        {"temperature": 100.5},
         {"top_p": 0.0},
         {"top_p": 1.1},
         {"min_p": 2.0},

@@ -23,14 +23,17 @@ def export_head(
     draft_ids: np.ndarray | None,
     metadata: dict[str, Any],
 ) -> Path:
-    """Writes the head in bfloat16 without its embedding, which is the target's own.
+    """Writes the head in bfloat16, without its embedding where that is the target's own.
 
     Raises CheckpointError: the disk refuses.
     """
-    whole = params.replace(embed=frozen.embed)
+    own_embed = params.embed is not None
+    whole = params if own_embed else params.replace(embed=frozen.embed)
     if frozen.lm_head is not None:
         whole = whole.replace(lm_head=frozen.lm_head)
     if draft_ids is not None:
         whole = whole.replace(draft_to_target=jnp.asarray(draft_ids))
-    save_head(folder, cfg, whole, target=target, metadata=metadata, dtype=jnp.bfloat16, share_embed=True)
+    save_head(
+        folder, cfg, whole, target=target, metadata=metadata, dtype=jnp.bfloat16, share_embed=not own_embed
+    )
     return Path(folder)

@@ -1,13 +1,16 @@
-"""KL divergence to the target, with its gradient kept instead of its logits."""
+"""Losses to the target's distribution, with their gradient kept instead of their logits."""
 
 from __future__ import annotations
 
 from functools import partial
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float
+
+from peagle_jax.speculative.sampling import first_argmax
 
 
 @struct.dataclass
@@ -22,32 +25,44 @@ class Metrics:
         return jax.tree.map(jnp.add, self, other)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def kl_divergence(
-    draft_logits: Float[Array, "... v"], target_logits: Float[Array, "... v"], saved_dtype: jnp.dtype
+LossKind = Literal["kl", "cross_entropy"]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def distillation_loss(
+    draft_logits: Float[Array, "... v"],
+    target_logits: Float[Array, "... v"],
+    kind: LossKind,
+    saved_dtype: jnp.dtype,
 ) -> Float[Array, "..."]:
-    """KL(target || draft) of each row, over the draft vocabulary (p-eagle-spec 3.7).
+    """Loss of each row over the draft vocabulary, float32 (p-eagle-spec 3.7).
 
-    The target is a constant. The reverse pass keeps softmax(draft) - softmax(target) in
-    ``saved_dtype`` and nothing else of the row.
+    ``kl`` is KL(target || draft); cross-entropy to the target's whole distribution has the same
+    gradient. ``cross_entropy`` is that to the target's best token. The target is a constant. The
+    reverse pass keeps softmax(draft) minus the label's distribution, in ``saved_dtype``, and nothing
+    else of the row.
     """
-    return _kl_forward(draft_logits, target_logits, saved_dtype)[0]
+    return _forward(draft_logits, target_logits, kind, saved_dtype)[0]
 
 
-def _kl_forward(draft: Array, target: Array, saved_dtype: jnp.dtype) -> tuple[Array, Array]:
+def _forward(draft: Array, target: Array, kind: LossKind, saved_dtype: jnp.dtype) -> tuple[Array, Array]:
     log_q = draft - jax.nn.logsumexp(draft, axis=-1, keepdims=True)
-    log_p = target - jax.nn.logsumexp(target, axis=-1, keepdims=True)
-    p = jnp.exp(log_p)
-    kl = jnp.sum(p * (log_p - log_q), axis=-1)
-    return kl, (jnp.exp(log_q) - p).astype(saved_dtype)
+    if kind == "kl":
+        log_p = target - jax.nn.logsumexp(target, axis=-1, keepdims=True)
+        label = jnp.exp(log_p)
+        loss = jnp.sum(label * (log_p - log_q), axis=-1)
+    else:
+        label = jnp.arange(target.shape[-1]) == first_argmax(target)[..., None]
+        loss = -jnp.sum(jnp.where(label, log_q, 0.0), axis=-1)
+    return loss, (jnp.exp(log_q) - label).astype(saved_dtype)
 
 
-def _kl_backward(saved_dtype: jnp.dtype, difference: Array, g: Array) -> tuple[Array, Array]:
+def _backward(kind: LossKind, saved_dtype: jnp.dtype, difference: Array, g: Array) -> tuple[Array, Array]:
     gradient = difference.astype(jnp.float32) * g[..., None]
     return gradient, jnp.zeros_like(gradient)
 
 
-kl_divergence.defvjp(_kl_forward, _kl_backward)
+distillation_loss.defvjp(_forward, _backward)
 
 
 def agrees(draft_logits: Float[Array, "... v"], target_logits: Float[Array, "... v"]) -> Bool[Array, "..."]:

@@ -24,7 +24,8 @@ from peagle_jax.config import DrafterConfig
 from peagle_jax.drafter.head import DrafterParams, draft_logits, fuse, run_head
 from peagle_jax.layers.attention import NEGATIVE, grouped, packed_attention, ungrouped
 from peagle_jax.layers.linear import vocabulary_product
-from peagle_jax.train.losses import Metrics, agrees, kl_divergence
+from peagle_jax.train.losses import LossKind, Metrics, agrees, distillation_loss
+from peagle_jax.train.remat import Remat, rematerialised
 
 
 @struct.dataclass
@@ -64,13 +65,18 @@ def supervised(batch: Batch, ahead: int = 2) -> Array:
 
 
 def row_losses(
-    params: DrafterParams, cfg: DrafterConfig, target_head: Array, hidden: Array, target_hidden: Array
+    params: DrafterParams,
+    cfg: DrafterConfig,
+    target_head: Array,
+    hidden: Array,
+    target_hidden: Array,
+    kind: LossKind = "kl",
 ) -> tuple[Array, Array]:
-    """KL to the target, and whether the best tokens agree, of rows (..., D) and their labels (..., D)."""
+    """Loss to the target, and whether the best tokens agree, of rows (..., D) and their labels (..., D)."""
     target = vocabulary_product(target_hidden, target_head)
     draft = draft_logits(params, cfg, hidden)
-    saved = params.lm_head.dtype
-    return kl_divergence(draft, jax.lax.stop_gradient(target), saved), agrees(draft, target)
+    loss = distillation_loss(draft, jax.lax.stop_gradient(target), kind, params.lm_head.dtype)
+    return cast(Array, loss), agrees(draft, target)
 
 
 def depth_zero(
@@ -189,13 +195,14 @@ def peagle_loss(
     batch: Batch,
     depth_counts: tuple[int, ...],
     depth_weights: tuple[float, ...] | None = None,
-    remat: bool = True,
+    kind: LossKind = "kl",
+    remat: Remat = "full",
 ) -> tuple[Float[Array, ""], Metrics]:
-    """Mean weighted KL over all supervised rows of depths 0..K-1 (p-eagle-spec 3.7).
+    """Mean weighted loss over all supervised rows of depths 0..K-1 (p-eagle-spec 3.7).
 
     ``depth_counts`` is (M_1, ..., M_{K-1}), the rows of each depth in one segment, and may be
-    empty (K = 1). ``target_head`` are the target's vocabulary rows at the draft ids. With
-    ``remat`` a segment is recomputed in the reverse pass, and only one is alive at a time.
+    empty (K = 1). ``target_head`` are the target's vocabulary rows at the draft ids. ``remat`` is
+    what is kept of a segment until the reverse pass; "full" has one segment alive at a time.
     """
     depths = len(depth_counts) + 1
     weights = jnp.ones((depths,)) if depth_weights is None else jnp.array(depth_weights[:depths])
@@ -223,20 +230,19 @@ def peagle_loss(
             labels = jnp.concatenate([labels, row_labels], axis=1)
             real = jnp.concatenate([real, row_real], axis=1)
             depth = jnp.concatenate([depth, row_depth])
-        kl, correct = row_losses(params, cfg, target_head, hidden, labels)
+        loss, correct = row_losses(params, cfg, target_head, hidden, labels, kind)
         per_depth = jax.nn.one_hot(depth, depths)
 
         def by_depth(x: Array) -> Array:
             return jnp.where(real, x, 0.0).sum(0) @ per_depth
 
-        ones = jnp.ones_like(kl)
-        return carry + Metrics(by_depth(kl), by_depth(correct * ones), by_depth(ones)), None
+        ones = jnp.ones_like(loss)
+        return carry + Metrics(by_depth(loss), by_depth(correct * ones), by_depth(ones)), None
 
     zero = jnp.zeros((depths,))
     xs = ((chunks(hidden0), chunks(labels0), chunks(flags0)), (batch.anchors, batch.lengths))
     if not depth_counts:
         xs = (xs[0], ())
-    body = jax.checkpoint(segment) if remat else segment
-    metrics, _ = jax.lax.scan(body, Metrics(zero, zero, zero), xs)
+    metrics, _ = jax.lax.scan(rematerialised(segment, remat), Metrics(zero, zero, zero), xs)
     loss = jnp.sum(metrics.loss_sum * weights) / jnp.maximum(metrics.count.sum(), 1.0)
     return loss, jax.lax.stop_gradient(metrics)

@@ -67,7 +67,9 @@ class HeadRecipe:
     """The head's shape. Zero or empty means the target's own value (``taps``: vLLM's default).
 
     ``mask_token_id`` None picks a free id of the target's vocabulary. ``draft_vocab_size`` 0 keeps
-    the whole vocabulary.
+    the whole vocabulary. ``train_embed`` has the head learn an embedding of its own, which starts as
+    the target's and is saved with the head (the paper's choice; it adds the whole table to the file);
+    ``train_lm_head`` off keeps the target's rows.
     """
 
     taps: tuple[int, ...] = ()
@@ -81,6 +83,7 @@ class HeadRecipe:
     mask_token_id: int | None = None
     norm_before_residual: bool = False
     norm_before_fc: bool = False
+    train_embed: bool = False
     train_lm_head: bool = True
 
 
@@ -112,7 +115,12 @@ class CodRecipe:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerRecipe:
-    """AdamW. ``steps`` 0 derives the number of steps from ``epochs``."""
+    """AdamW. ``steps`` 0 derives the number of steps from ``epochs``.
+
+    ``micro_rows`` and ``remat`` trade time for memory and change no result: rows a micro-batch (0: all),
+    and what the reverse pass keeps of a segment (P-EAGLE) or a step (EAGLE-3): everything ("off"), the
+    results of matrix products ("dots") or nothing ("full"). "auto" is "off" where there is one segment.
+    """
 
     learning_rate: float = 1e-4
     final_learning_rate: float = 0.0
@@ -127,14 +135,17 @@ class OptimizerRecipe:
     epochs: float = 1.0
     batch_rows: int = 8
     micro_rows: int = 0
+    remat: Literal["auto", "off", "dots", "full"] = "auto"
 
 
 @dataclasses.dataclass(frozen=True)
 class LossRecipe:
-    """``depth_weights`` scales the loss of each depth (empty: all 1). ``on_prompts`` trains on every
-    token, not on answers alone: more text from the same features. Held-out figures are of answers.
-    ``ttt_steps`` and ``ttt_decay`` belong to method eagle3."""
+    """``kind``: KL to the target's distribution, or cross-entropy to its best token. ``depth_weights``
+    scales the loss of each depth (empty: all 1). ``on_prompts`` trains on every token, not on answers
+    alone: more text from the same features. Held-out figures are of answers. ``ttt_steps`` and
+    ``ttt_decay`` belong to method eagle3."""
 
+    kind: Literal["kl", "cross_entropy"] = "kl"
     depth_weights: tuple[float, ...] = ()
     on_prompts: bool = False
     ttt_steps: int = 7

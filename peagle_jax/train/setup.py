@@ -23,6 +23,7 @@ from peagle_jax.train.losses import Metrics
 from peagle_jax.train.online import online_target
 from peagle_jax.train.partition import Batch, peagle_loss
 from peagle_jax.train.recipe import Recipe, TrainError
+from peagle_jax.train.remat import Remat
 from peagle_jax.train.sources import open_source
 from peagle_jax.train.step import Frozen, Objective
 from peagle_jax.train.ttt import eagle3_loss
@@ -74,13 +75,16 @@ def make_objective(
     recipe: Recipe, cfg: DrafterConfig, row_length: int
 ) -> tuple[Objective, CodOptions | None]:
     """The recipe's loss, and the options of its rollouts (None for EAGLE-3)."""
+    kind, asked = recipe.loss.kind, recipe.optimizer.remat
     if recipe.method == "eagle3":
         weights = recipe.loss.depth_weights or tuple(
             recipe.loss.ttt_decay**s for s in range(recipe.loss.ttt_steps)
         )
 
+        each_step: Remat = "full" if asked == "auto" else asked
+
         def eagle3(params: DrafterParams, head: Array, batch: Batch) -> tuple[Array, Metrics]:
-            return eagle3_loss(params, cfg, head, batch, weights)
+            return eagle3_loss(params, cfg, head, batch, weights, kind, each_step)
 
         return eagle3, None
     options = CodOptions(
@@ -97,9 +101,12 @@ def make_objective(
             f"head.num_depths is {cfg.num_depths}; raise cod.ratio, cod.floor or cod.max_anchors"
         )
 
+    one = options.segments == 1
+    segment: Remat = ("off" if one else "full") if asked == "auto" else asked
+
     def peagle(params: DrafterParams, head: Array, batch: Batch) -> tuple[Array, Metrics]:
         weights = recipe.loss.depth_weights or None
-        return peagle_loss(params, cfg, head, batch, counts, weights, remat=options.segments > 1)
+        return peagle_loss(params, cfg, head, batch, counts, weights, kind, segment)
 
     return peagle, options
 
@@ -135,9 +142,14 @@ def _feature_statistics(rows: dict[str, np.ndarray], cfg: DrafterConfig) -> tupl
     return real.mean(0), [float(s) for s in scales]
 
 
-def _target_loss(target: LoadedTarget, rows: dict[str, np.ndarray]) -> float:
-    """Mean negative log-likelihood of supervised tokens under the stored states and the target's
-    vocabulary table. It is near log V when states and weights do not belong together."""
+def _target_law(
+    target: LoadedTarget, rows: dict[str, np.ndarray], draft_ids: np.ndarray | None
+) -> tuple[float, float]:
+    """From the stored states and the target's vocabulary table: the mean negative log-likelihood of
+    supervised tokens, and the mean probability that the target gives to the draft vocabulary.
+
+    The first is near log V when states and weights do not belong together.
+    """
     flags, ids = rows["flags"][:, 1:].astype(bool), rows["segment_ids"]
     flags &= ids[:, 1:] == ids[:, :-1]
     hidden = jnp.asarray(rows["hidden"][:, :-1][flags], jnp.float32)
@@ -145,7 +157,10 @@ def _target_loss(target: LoadedTarget, rows: dict[str, np.ndarray]) -> float:
     logits = hidden @ table.T
     labels = jnp.asarray(rows["tokens"][:, 1:][flags])
     chosen = jnp.take_along_axis(logits, labels[:, None], 1)[:, 0]
-    return float((jax.nn.logsumexp(logits, -1) - chosen).mean())
+    total = jax.nn.logsumexp(logits, -1)
+    drafted = logits if draft_ids is None else logits[:, draft_ids]
+    mass = jnp.exp(jax.nn.logsumexp(drafted, -1) - total)
+    return float((total - chosen).mean()), float(mass.mean())
 
 
 def _saved_head(recipe: Recipe, target: LoadedTarget) -> tuple[DrafterConfig, DrafterParams] | None:
@@ -163,14 +178,14 @@ def _saved_head(recipe: Recipe, target: LoadedTarget) -> tuple[DrafterConfig, Dr
 def _continued(
     recipe: Recipe, cfg: DrafterConfig, found: DrafterConfig, params: DrafterParams
 ) -> DrafterParams:
-    """Weights of a saved head as a start. Raises TrainError: its shape is not the recipe's."""
+    """Weights of a saved head as a start, float32. Raises TrainError: its shape is not the recipe's."""
     for field in dataclasses.fields(cfg):
         own, wanted = getattr(found, field.name), getattr(cfg, field.name)
         if field.name not in ("num_depths", "max_position") and own != wanted:
             raise TrainError(
                 f"init.head {recipe.init.head} differs from the recipe in {field.name}: {own}, not {wanted}"
             )
-    params = params.replace(embed=None, draft_to_target=None)
+    params = params.replace(draft_to_target=None)
     return jax.tree.map(lambda w: w.astype(jnp.float32), params)
 
 
@@ -207,7 +222,7 @@ def build(recipe: Recipe) -> Setup:
 
     sample = source.sample(SAMPLE_ROWS, recipe.features.batch_rows)
     mean, scales = _feature_statistics(sample, cfg)
-    loss = _target_loss(target, {k: v[:4] for k, v in sample.items()})
+    loss, mass = _target_law(target, {k: v[:4] for k, v in sample.items()}, draft_ids)
     if loss > 0.75 * np.log(vocab):
         raise TrainError(
             f"the target's own loss on the rows is {loss:.2f} nats, no better than chance "
@@ -222,6 +237,10 @@ def build(recipe: Recipe) -> Setup:
         params = warm_start.from_target(
             cfg, target.config, target.params, draft_ids, mean, noise, recipe.seed
         )
+    if not recipe.head.train_embed:
+        params = params.replace(embed=None)
+    elif params.embed is None:
+        params = params.replace(embed=target.params.embed.astype(jnp.float32))
     frozen = Frozen(
         embed=target.params.embed.astype(dtype),
         target_head=warm_start.target_rows(target.params, draft_ids).astype(dtype),
@@ -240,7 +259,8 @@ def build(recipe: Recipe) -> Setup:
         f"{recipe.method} head: {cfg.num_layers} layers, {count / 1e6:.1f} M trained weights, taps "
         f"{list(cfg.taps)} with root mean squares {', '.join(f'{s:.2f}' for s in scales)}",
         f"draft vocabulary {cfg.draft_vocab_size} covers "
-        f"{1.0 if draft_ids is None else coverage(supervised, draft_ids):.2%} of supervised tokens"
+        f"{1.0 if draft_ids is None else coverage(supervised, draft_ids):.2%} of supervised tokens and "
+        f"{mass:.2%} of the target's probability there"
         + (f"; mask token {mask_token}" if mask_token is not None else ""),
     ]
     if max(scales) > SCALE_WARNING * min(scales) and not cfg.norm_before_fc:
@@ -253,6 +273,8 @@ def build(recipe: Recipe) -> Setup:
         "features": {"weights": source.weights, "dtype": source.dtype},
         "data": source.data,
         "on_prompts": recipe.loss.on_prompts,
+        "loss": recipe.loss.kind,
+        "trained": {"embed": recipe.head.train_embed, "lm_head": recipe.head.train_lm_head},
         "head": dataclasses.asdict(cfg),
         "draft_ids": zlib.crc32(draft_ids.tobytes()) if draft_ids is not None else None,
         "cod": None if options is None else dataclasses.asdict(options),

@@ -23,7 +23,7 @@ Objective = Callable[[DrafterParams, Array, Batch], tuple[Array, Metrics]]
 @struct.dataclass
 class Frozen:
     """What the head reads but does not learn. ``lm_head`` is None when it is trained; ``target`` is there
-    when batches come without features."""
+    when batches come without features. ``embed`` is the target's, also where the head trains its own."""
 
     embed: Array  # (V, D)
     target_head: Array  # (Vd, D), the target's rows at the draft ids
@@ -83,7 +83,7 @@ def complete(params: DrafterParams, frozen: Frozen, dtype: jnp.dtype) -> Drafter
     cast = jax.tree.map(lambda w: w.astype(dtype) if w.ndim > 1 else w, params)
     if frozen.lm_head is not None:
         cast = cast.replace(lm_head=frozen.lm_head)
-    return cast.replace(embed=frozen.embed)
+    return cast.replace(embed=frozen.embed) if cast.embed is None else cast
 
 
 def _summed(params: DrafterParams, frozen: Frozen, batch: Batch, objective: Objective, dtype: jnp.dtype):

@@ -15,8 +15,9 @@ from jaxtyping import Array, Bool, Float
 from peagle_jax.config import DrafterConfig
 from peagle_jax.drafter.head import DrafterParams, fuse, run_head
 from peagle_jax.layers.attention import NEGATIVE, grouped, ungrouped
-from peagle_jax.train.losses import Metrics
+from peagle_jax.train.losses import LossKind, Metrics
 from peagle_jax.train.partition import Batch, row_losses, shifted, supervised
+from peagle_jax.train.remat import Remat, rematerialised
 
 Rows = tuple[Array, Array]
 """Rotated keys and values of one layer at one step, (B, n, G, H) each."""
@@ -60,13 +61,15 @@ def eagle3_loss(
     target_head: Float[Array, "vd d"],
     batch: Batch,
     step_weights: tuple[float, ...],
-    remat: bool = True,
+    kind: LossKind = "kl",
+    remat: Remat = "full",
 ) -> tuple[Float[Array, ""], Metrics]:
-    """Weighted mean KL over the supervised rows of all steps.
+    """Weighted mean loss over the supervised rows of all steps.
 
     ``step_weights`` has one weight a step. Unlike the original's soft cross-entropy, whose gradient
     is the same, KL is zero for a perfect head; rows whose best target token lies outside the draft
-    vocabulary are kept, as in ``peagle_loss``. ``remat`` recomputes a step in the reverse pass.
+    vocabulary are kept, as in ``peagle_loss``. ``remat`` is what is kept of a step until the reverse
+    pass.
     """
     n, dtype = batch.tokens.shape[1], params.fc.dtype
     along = jnp.arange(n)
@@ -84,17 +87,17 @@ def eagle3_loss(
         attends = [attend_for(i) for i in range(cfg.num_layers)]
         hidden, rows = run_head(params, cfg, tokens, g, batch.positions + step, attends)
         labels = shifted(batch.target_hidden, 1 + step)
-        kl, agreed = row_losses(params, cfg, target_head, hidden, labels)
+        loss, agreed = row_losses(params, cfg, target_head, hidden, labels, kind)
         real = supervised(batch, 2 + step)
         correct = (agreed & real).sum()
-        sums = (jnp.where(real, kl, 0.0).sum(), correct.astype(jnp.float32), real.sum().astype(jnp.float32))
+        sums = (jnp.where(real, loss, 0.0).sum(), correct.astype(jnp.float32), real.sum().astype(jnp.float32))
         return hidden, rows, sums
 
     g = fuse(params, cfg, batch.features)
     earlier: list[list[Rows]] = []
     totals = []
     for step in range(len(step_weights)):
-        body = jax.checkpoint(run, static_argnums=0) if remat else run
+        body = rematerialised(run, remat, static_argnums=(0,))
         g, rows, sums = body(step, g, earlier)
         earlier.append(rows)
         totals.append(sums)

@@ -271,6 +271,20 @@ def test_a_frozen_output_table_stays_the_targets(prepared, tiny_target, console)
     assert cfg.num_layers == 1
 
 
+def test_a_trained_embedding_is_the_heads_own_and_goes_on_from_there(prepared, tiny_target, console):
+    settings = {"head": {"train_embed": True}, "optimizer": {"steps": 4, "learning_rate": 1e-2}}
+    folder = train(tiny_run.recipe(prepared, **settings), console)
+    _, params = load_head(str(folder), TARGET, tiny_target.params)
+    moved = jnp.abs(params.embed - tiny_target.params.embed).max(-1)
+    assert moved[tiny_run.SPARE] > 0.01  # the mask token's row is in every deeper row
+    again = {"output": "again", "init": {"source": "head", "head": str(folder)}}
+    settings |= {"optimizer": {"steps": 1, "learning_rate": 1e-9}}
+    _, second = load_head(
+        str(train(tiny_run.recipe(prepared, **settings, **again), console)), TARGET, tiny_target.params
+    )
+    np.testing.assert_allclose(second.embed, params.embed, atol=1e-2)
+
+
 def test_features_of_another_target_do_not_train(prepared, tiny_target, console):
     tiny_target.params = tiny_run.target(seed=9).params
     with pytest.raises(TrainError, match="other weights than tiny"):

@@ -102,6 +102,26 @@ def test_scan_over_segments_gives_the_flat_loss_and_every_gradient(layers, vocab
             np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5 * float(jnp.abs(want).max()))
 
 
+@pytest.mark.parametrize("kind", ["kl", "cross_entropy"])
+def test_what_is_kept_for_the_reverse_pass_changes_nothing(kind):
+    cfg = head_config(num_layers=1)
+    batch, counts, _ = make_batch(2)
+    target_head = jax.random.normal(jax.random.key(5), (31, TARGET.hidden_size))
+    params = head_params(cfg).replace(draft_to_target=None)
+
+    @jax.jit
+    def all_ways(params):
+        def loss(p, remat):
+            return peagle_loss(p, cfg, target_head, batch, counts, None, kind, remat)[0]
+
+        return [jax.value_and_grad(loss)(params, remat) for remat in ("off", "dots", "full")]
+
+    for a, *others in zip(*map(jax.tree.leaves, all_ways(params)), strict=True):
+        assert jnp.isfinite(a).all()
+        for b in others:
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
 def test_counts_and_accuracy_are_reported_per_depth():
     cfg = head_config()
     batch, counts, kept = make_batch(2)

@@ -114,12 +114,15 @@ def test_recomputation_changes_nothing(batch, target_head):
     @jax.jit
     def both(params):
         return [
-            jax.value_and_grad(lambda p, r=r: eagle3_loss(p, cfg, target_head, batch, WEIGHTS, r)[0])(params)
-            for r in (True, False)
+            jax.value_and_grad(lambda p, r=r: eagle3_loss(p, cfg, target_head, batch, WEIGHTS, remat=r)[0])(
+                params
+            )
+            for r in ("off", "dots", "full")
         ]
 
-    for a, b in zip(*map(jax.tree.leaves, both(params)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+    for a, *others in zip(*map(jax.tree.leaves, both(params)), strict=True):
+        for b in others:
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
 def test_a_label_never_reaches_its_own_prediction(batch, target_head):

@@ -57,7 +57,11 @@ def parser(command: str) -> Parser:
         )
         add("--batch", type=int, default=8, help="conversations at once (default: 8)")
         add("--max-tokens", type=int, default=320, help="of an answer, at most (default: 320)")
-        add("--max-model-len", type=int, default=1024, help="prompt and answer together (default: 1024)")
+        add(
+            "--max-model-len",
+            type=int,
+            help="prompt and answer together (default: 1024, or all that the target has)",
+        )
         add(
             "--temperatures", type=float, nargs="+", default=[0.0, 0.7], help="taken in turn (default: 0 0.7)"
         )
@@ -105,7 +109,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         dispatch(command, arguments, Console(soft_wrap=True))
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {' '.join(str(error).splitlines())}", file=sys.stderr)
         return 2
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""

@@ -38,7 +38,7 @@ class RowStore:
         self.width: int = first["hidden_size"]
         for folder in map(Path, folders):
             manifest = features.read_manifest(folder)
-            for key in ("target", "weights", "dtype", "row_length"):
+            for key in ("target", "weights", "dtype", "row_length", "hidden_size"):
                 if manifest[key] != first[key]:
                     raise TrainError(
                         f"{folder} and {folders[0]} differ in {key}: {manifest[key]} and {first[key]}; "
@@ -53,7 +53,15 @@ class RowStore:
                 )
             for i in range(len(manifest["shards"][split])):
                 name = features.shard_name(split, i)
-                self.shards.append(features.read_shard(folder, name, manifest["dtype"]))
+                shard = features.read_shard(folder, name, manifest["dtype"])
+                found = (*shard["features"].shape[1:], shard["hidden"].shape[2])
+                wanted = (self.row_length, len(stored) * self.width, self.width)
+                if found != wanted:
+                    raise TrainError(
+                        f"{folder / name} holds rows, features and states of sizes {found}, but its manifest "
+                        f"says {wanted}; delete the folder and compute it again"
+                    )
+                self.shards.append(shard)
                 self.columns.append([stored.index(t) for t in taps])
         self.starts = np.cumsum([0, *(len(s["tokens"]) for s in self.shards)])
 

@@ -29,6 +29,7 @@ from peagle_jax.config import TargetConfig
 from peagle_jax.layers.attention import packed_attention
 from peagle_jax.models import stack
 from peagle_jax.train.packing import PackedRows
+from peagle_jax.train.places import existing
 from peagle_jax.train.recipe import TrainError
 
 ARRAYS = ("tokens", "segment_ids", "positions", "flags", "features", "hidden")
@@ -99,25 +100,27 @@ def bytes_per_token(identity: Identity) -> int:
     return width * (2 if identity.dtype == "bfloat16" else 4) + 3 * 4 + 1
 
 
-def open_folder(folder: Path, identity: Identity, plan: dict[str, list[int]]) -> None:
-    """Creates the manifest, or checks that the one there has this identity and plan.
+def check_manifest(folder: Path, wanted: dict[str, Any]) -> bool:
+    """Whether there is a manifest. Raises TrainError: it is not the ``wanted`` one."""
+    if not (folder / "manifest.json").exists():
+        return False
+    found = read_manifest(folder)
+    for key, value in wanted.items():
+        if found.get(key) != value:
+            shown = "" if key in ("data", "weights", "shards") else f" {found.get(key)}, not {value}"
+            raise TrainError(
+                f"{folder} holds features of other {key}{shown}; choose another features.folder or delete it"
+            )
+    return True
 
-    Raises TrainError: the folder holds features of something else.
-    """
-    path = folder / "manifest.json"
-    wanted = {"version": VERSION, **identity.plain(), "shards": plan}
-    if path.exists():
-        found = read_manifest(folder)
-        for key, value in wanted.items():
-            if found.get(key) != value:
-                shown = "" if key in ("data", "weights", "shards") else f" {found.get(key)}, not {value}"
-                raise TrainError(
-                    f"{folder} holds features of other {key}{shown}; choose another features.folder "
-                    "or delete it"
-                )
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(path, wanted)
+
+def check_row_length(row_length: int, cfg: TargetConfig) -> None:
+    """Raises TrainError for rows longer than the target's positions."""
+    if row_length > cfg.max_position:
+        raise TrainError(
+            f"features.row_length is {row_length}, but the target has {cfg.max_position} positions; "
+            f"set it to {cfg.max_position} at most"
+        )
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -299,8 +302,10 @@ def compute_folder(
     too small.
     """
     stack.check_taps(cfg, identity.taps)
+    check_row_length(identity.row_length, cfg)
     plan = {name: shard_plan(len(splits[name]), shard_rows) for name in SPLITS}
-    open_folder(folder, identity, plan)
+    manifest = {"version": VERSION, **identity.plain(), "shards": plan}
+    begun = check_manifest(folder, manifest)
     missing = [
         (split, i)
         for split in SPLITS
@@ -308,9 +313,15 @@ def compute_folder(
         if not (folder / shard_name(split, i)).is_dir()
     ]
     need = sum(plan[s][i] for s, i in missing) * identity.row_length * bytes_per_token(identity)
-    free = shutil.disk_usage(folder).free
+    free = shutil.disk_usage(existing(folder)).free
     if need > free:
-        raise TrainError(f"features need {need / 1e9:.1f} GB in {folder}, but {free / 1e9:.1f} GB are free")
+        raise TrainError(
+            f"features need {need / 1e9:.2f} GB in {folder}, but {free / 1e9:.2f} GB are free; make room or "
+            "choose another features.folder"
+        )
+    if not begun:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / "manifest.json", manifest)
     written = 0
     for split in SPLITS:
         for i, count in enumerate(plan[split]):

@@ -21,13 +21,16 @@ from peagle_jax.train.data import BatchLoader, indices_of_step
 from peagle_jax.train.evaluation import DecodeEvaluation, validate
 from peagle_jax.train.export import export_head
 from peagle_jax.train.faults import check_finite, row_names
-from peagle_jax.train.metrics import MetricsLog, Window, open_board, shown
+from peagle_jax.train.metrics import MetricsLog, Window, open_board, read_lines, shown
 from peagle_jax.train.placement import place_batches, replicated
+from peagle_jax.train.places import check_writable
 from peagle_jax.train.progress import progress_bar
 from peagle_jax.train.recipe import Recipe, TrainError, recipe_dict
 from peagle_jax.train.records import HUB
 from peagle_jax.train.setup import Setup, build
 from peagle_jax.train.step import StepReport, TrainState, make_evaluation, make_optimizer, make_step, schedule
+
+LOG = "metrics.jsonl"
 
 
 def total_steps(recipe: Recipe, rows: int) -> int:
@@ -76,10 +79,23 @@ def batch_rows(setup: Setup, step: int) -> str:
     return row_names(rows.tolist(), setup.train.starts)
 
 
+def check_output(recipe: Recipe) -> None:
+    """Raises TrainError unless everything that a run writes can be written; creates nothing."""
+    output = Path(recipe.output)
+    folders = [output, output / "checkpoints", output / "head"]
+    if recipe.run.tensorboard:
+        folders.append(output / "tensorboard")
+    for folder in folders:
+        check_writable("output", folder, "a folder")
+    check_writable("output", output / LOG, "a file")
+    read_lines(output / LOG)
+
+
 class Training:
     """One run, from its start or its last checkpoint on. ``state`` is donated to every step.
 
-    Raises TrainError: the checkpoints in the output folder are of another run, or cannot be read.
+    Raises TrainError: the checkpoints in the output folder are of another run, or further than the
+    recipe's steps, or cannot be read.
     """
 
     def __init__(self, setup: Setup, console: Console):
@@ -104,14 +120,20 @@ class Training:
         self.progress = Progress()
         if self.checkpoints.latest is not None:
             self.state, self.progress = self.checkpoints.restore(self.state)
-            console.print(f"going on after step {int(self.state.step)} of {self.output}")
         self.done = int(self.state.step)
+        if self.done > self.steps:
+            raise TrainError(
+                f"{self.output} holds a run of {self.done} steps, but the recipe asks for {self.steps}; set "
+                f"optimizer.steps to {self.done} or more, or choose another output"
+            )
+        if self.done:
+            console.print(f"going on after step {self.done} of {self.output}")
         self.batches = BatchLoader(
             setup.train, recipe.optimizer.batch_rows, recipe.seed, setup.cod, place_batches(self.micro)
         )
         if self.progress.position:
             self.batches.restore(self.progress.position)
-        self.log = MetricsLog(self.output / "metrics.jsonl", self.done, self._board())
+        self.log = MetricsLog(self.output / LOG, self.done, self._board())
         self.window = Window.restored(self.progress.window)
         self.rate = schedule(recipe.optimizer, self.steps)
         self.step = make_step(optimizer, setup.objective, dtype)
@@ -260,6 +282,7 @@ def train(recipe: Recipe, console: Console) -> Path:
 
     Raises TrainError (also for a loss that is not finite), CheckpointError, ConfigError.
     """
+    check_output(recipe)
     setup = build(recipe)
     for note in setup.notes:
         console.print(note, highlight=False)

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from peagle_jax.train.errors import TrainError
 from peagle_jax.train.step import StepReport
 
 SUMS = ("loss_sum", "correct", "count")
@@ -120,10 +121,21 @@ def open_board(folder: Path, step: int) -> Any:
     return SummaryWriter(str(folder), purge_step=step + 1, filename_suffix=f".after-{step}")
 
 
+def read_lines(path: Path) -> list[str]:
+    """Lines of a log, if there is one. Raises TrainError: it is not text."""
+    try:
+        return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    except UnicodeDecodeError as error:
+        raise TrainError(
+            f"{path} is not UTF-8 text at byte {error.start}, so it is no log of a run; move it away or "
+            "choose another output"
+        ) from error
+
+
 def _kept(path: Path, step: int) -> list[str]:
     """Whole lines of steps up to ``step``; a line that a dying process cut is not one."""
     lines = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+    for line in read_lines(path):
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):

@@ -14,7 +14,9 @@ from peagle_jax.checkpoint.model import load_target
 from peagle_jax.config import TargetConfig, default_taps
 from peagle_jax.train import features
 from peagle_jax.train.packing import PackedRows, pack
+from peagle_jax.train.places import check_writable
 from peagle_jax.train.progress import progress_bar
+from peagle_jax.train.ranges import COUNT_OR_NONE, check_number
 from peagle_jax.train.recipe import Recipe, TrainError
 from peagle_jax.train.records import read_records
 from peagle_jax.train.tokens import (
@@ -35,6 +37,7 @@ def load_documents(recipe: Recipe, tokenizer: Any, cfg: TargetConfig) -> tuple[l
             "data.files is empty; name at least one .jsonl or .jsonl.gz file of conversations, or "
             "hf://owner/name"
         )
+    features.check_row_length(recipe.features.row_length, cfg)
     encoder = ConversationEncoder(tokenizer, cfg.eos_token_ids, data.template)
     summary = Summary()
     records = read_records(data.files, data.limit, on_bad_record(data, summary))
@@ -77,6 +80,9 @@ def compute_features(recipe: Recipe, console: Console, dry_run: bool = False) ->
     store = recipe.features
     if store.mode == "online":
         raise TrainError("features.mode is online: training computes the features itself, nothing to store")
+    begun = (Path(store.folder) / "manifest.json").exists()  # nothing may be left to write then
+    if not dry_run and not begun:
+        check_writable("features.folder", Path(store.folder), "a folder")
     dtype = jnp.dtype(store.dtype)
     console.print(f"loading the target {recipe.target or '(embedded default)'} in {store.dtype}")
     model = load_target(recipe.target, dtype=dtype, tokenizer=recipe.tokenizer)
@@ -130,8 +136,9 @@ def show_mask(recipe: Recipe, console: Console, count: int) -> None:
     """Prints conversations with every token that carries loss in green (in brackets where the console has
     no colour), and the totals.
 
-    Raises TrainError as ``load_documents`` does.
+    Raises TrainError as ``load_documents`` does, or for a negative ``count``.
     """
+    check_number("--count", count, COUNT_OR_NONE)
     model = load_target(recipe.target, tokenizer=recipe.tokenizer)
     documents, summary = load_documents(recipe, model.tokenizer, model.config)
     opening, closing = ("", "") if console.color_system else ("⟦", "⟧")

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import types
 import typing
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
-MOST_EPOCHS = 10_000
-
-
-class TrainError(ValueError):
-    """A recipe, data set or run that cannot be used; the message is one line."""
+from peagle_jax.train.errors import TrainError
+from peagle_jax.train.places import check_path
+from peagle_jax.train.ranges import check_ranges
+from peagle_jax.train.yaml_file import read_yaml
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +113,7 @@ class CodRecipe:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerRecipe:
-    """AdamW. ``steps`` 0 derives the number of steps from ``epochs``.
+    """AdamW. ``steps`` 0 derives the number of steps from ``epochs``; ``clip`` 0 clips nothing.
 
     ``micro_rows`` and ``remat`` trade time for memory and change no result: rows a micro-batch (0: all),
     and what the reverse pass keeps of a segment (P-EAGLE) or a step (EAGLE-3): everything ("off"), the
@@ -198,68 +196,64 @@ class Recipe:
         _check(self)
 
 
-def _positive(recipe: Recipe, *names: str) -> None:
-    for name in names:
-        section, key = name.split(".")
-        value = getattr(getattr(recipe, section), key)
-        if value <= 0:
-            raise TrainError(f"{name} must be positive, found {value}")
+def _paths(recipe: Recipe) -> dict[str, str]:
+    """Everything in a recipe that may be a path, by its key."""
+    single = {
+        "target": recipe.target,
+        "tokenizer": recipe.tokenizer,
+        "output": recipe.output,
+        "features.folder": recipe.features.folder,
+        "init.head": recipe.init.head,
+    }
+    lists = {"data.files": recipe.data.files, "features.also": recipe.features.also}
+    many = {f"{key}[{i}]": path for key, paths in lists.items() for i, path in enumerate(paths)}
+    return {key: path for key, path in single.items() if path is not None} | many
 
 
 def _check(recipe: Recipe) -> None:
-    _positive(recipe, "features.row_length", "features.batch_rows", "features.shard_rows", "head.num_layers")
-    _positive(recipe, "head.num_depths", "cod.segments", "optimizer.learning_rate", "optimizer.batch_rows")
-    _positive(recipe, "loss.ttt_steps", "run.keep_checkpoints", "run.log_every")
-    _positive(recipe, "run.decode_prompts", "run.decode_tokens")
-    if recipe.features.row_length < 4:
-        raise TrainError(f"features.row_length must be at least 4, found {recipe.features.row_length}")
-    if recipe.features.mode == "online" and recipe.features.also:
-        raise TrainError("features.also names stored features, but features.mode is online; use data.files")
-    if not 0 <= recipe.seed < 2**32:
-        raise TrainError(f"seed must lie in [0, 2**32), found {recipe.seed}")
-    if not 0 <= recipe.data.max_skipped <= 1:
-        raise TrainError(f"data.max_skipped is a share in [0, 1], found {recipe.data.max_skipped}")
-    if not 0 <= recipe.data.heldout < 1:
-        raise TrainError(f"data.heldout is a share in [0, 1), found {recipe.data.heldout}")
-    if not 0 < recipe.cod.ratio <= 1 or not 0 <= recipe.cod.floor <= 1:
-        raise TrainError(
-            f"cod.ratio must lie in (0, 1] and cod.floor in [0, 1], "
-            f"found {recipe.cod.ratio} and {recipe.cod.floor}"
-        )
-    if recipe.cod.max_anchors < 0:
-        raise TrainError(f"cod.max_anchors must not be negative, found {recipe.cod.max_anchors}")
-    if not (recipe.optimizer.steps < 2**31 and recipe.optimizer.epochs <= MOST_EPOCHS):
-        raise TrainError(
-            f"optimizer.steps must be below 2**31 and optimizer.epochs at most {MOST_EPOCHS}, "
-            f"found {recipe.optimizer.steps} and {recipe.optimizer.epochs}"
-        )
-    if recipe.optimizer.steps <= 0 and recipe.optimizer.epochs <= 0:
-        raise TrainError("optimizer.steps or optimizer.epochs must be positive; found neither")
-    micro = recipe.optimizer.micro_rows
-    if micro and (micro < 0 or recipe.optimizer.batch_rows % micro):
-        raise TrainError(
-            f"optimizer.micro_rows ({micro}) must divide optimizer.batch_rows ({recipe.optimizer.batch_rows})"
-        )
-    for name in ("checkpoint_every", "validate_every", "validate_rows", "patience", "decode_every"):
-        if getattr(recipe.run, name) < 0:
-            raise TrainError(f"run.{name} must not be negative, found {getattr(recipe.run, name)}")
-    if recipe.run.patience and not recipe.run.validate_every:
-        raise TrainError("run.patience counts validations, but run.validate_every is 0")
-    depths = recipe.head.num_depths if recipe.method == "peagle" else recipe.loss.ttt_steps
-    weights = recipe.loss.depth_weights
-    if weights and len(weights) != depths:
-        raise TrainError(f"loss.depth_weights needs {depths} values, one a depth; found {len(weights)}")
-    if recipe.head.draft_vocab_size < 0:
-        raise TrainError(
-            f"head.draft_vocab_size must be positive, or 0 for the whole vocabulary; "
-            f"found {recipe.head.draft_vocab_size}"
-        )
-    if recipe.init.source == "head" and not recipe.init.head:
-        raise TrainError("init.source is head, but init.head names no folder")
+    check_ranges(recipe)
+    features, head, init, optimizer = recipe.features, recipe.head, recipe.init, recipe.optimizer
+    micro, rows, weights = optimizer.micro_rows, optimizer.batch_rows, recipe.loss.depth_weights
+    depths = head.num_depths if recipe.method == "peagle" else recipe.loss.ttt_steps
+    faults = {
+        "features.also names stored features, but features.mode is online; use data.files": (
+            features.mode == "online" and features.also
+        ),
+        "optimizer.steps or optimizer.epochs must be positive; found neither": (
+            not optimizer.steps and not optimizer.epochs
+        ),
+        f"optimizer.micro_rows ({micro}) must divide optimizer.batch_rows ({rows})": micro and rows % micro,
+        "run.patience counts validations, but run.validate_every is 0": (
+            recipe.run.patience and not recipe.run.validate_every
+        ),
+        f"loss.depth_weights needs {depths} values, one a depth; found {len(weights)}": (
+            weights and len(weights) != depths
+        ),
+        "loss.depth_weights are all 0, so nothing would be learnt; give one depth at least a weight": (
+            weights and not any(weights)
+        ),
+        "init.source is head, but init.head names no folder": init.source == "head" and not init.head,
+        f"init.head is given, but init.source is {init.source}; set that to head, or leave this out": (
+            init.source != "head" and init.head is not None
+        ),
+        f"features.taps {list(features.taps)} name a boundary twice; keep one": _repeats(features.taps),
+        f"head.taps {list(head.taps)} name a boundary twice; keep one": _repeats(head.taps),
+    }
+    for message, found in faults.items():
+        if found:
+            raise TrainError(message)
+    for key, path in _paths(recipe).items():
+        check_path(key, path)
+
+
+def _repeats(values: tuple[int, ...]) -> bool:
+    return len(set(values)) < len(values)
 
 
 def _convert(kind: Any, value: Any, where: str) -> Any:
     """A YAML value as a field of type ``kind``."""
+    if isinstance(value, int) and value.bit_length() > 64:  # printing it, or a float of it, may fail
+        raise TrainError(f"{where}: found a number of {value.bit_length()} bits, expected 64 at most")
     if dataclasses.is_dataclass(kind):
         return _build(kind, value, where)
     origin, args = typing.get_origin(kind), typing.get_args(kind)
@@ -278,6 +272,7 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
     if origin is dict:
         if not isinstance(value, dict):
             raise TrainError(f"{where}: found {value!r}, expected a mapping")
+        _check_json(value, where)
         return value
     if kind is float and isinstance(value, str):  # YAML 1.1 reads 1e-4 as text
         try:
@@ -289,6 +284,17 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
     if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
         raise TrainError(f"{where}: found {value!r}, expected {kind.__name__}")
     return value
+
+
+def _check_json(value: dict, where: str) -> None:
+    """YAML also knows dates, nan and mappings within themselves; a head's config.json cannot hold them."""
+    odd = [key for key in value if not isinstance(key, str)]
+    if odd:
+        raise TrainError(f"{where}: found the key {odd[0]!r}, expected a name")
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise TrainError(f"{where}: found what JSON cannot hold ({error}), expected what it can") from error
 
 
 def _build(cls: type, raw: Any, where: str) -> Any:
@@ -308,13 +314,9 @@ def parse_recipe(raw: dict[str, Any]) -> Recipe:
 
 
 def load_recipe(path: str | Path) -> Recipe:
-    """Reads a recipe file. Raises TrainError: unreadable, unknown key, wrong type or value."""
-    try:
-        raw = yaml.safe_load(Path(path).read_text())
-    except OSError as error:
-        raise TrainError(f"{path}: {error.strerror or error}; --config names a recipe file") from error
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise TrainError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    """Reads a recipe file. Raises TrainError: unreadable, a key that is unknown or stands twice, wrong type
+    or value."""
+    raw = read_yaml(path)
     return parse_recipe({} if raw is None else raw)
 
 

@@ -23,7 +23,8 @@ class RecordError(TrainError):
     """One record that cannot be used; ``reason`` is what a summary counts it under."""
 
     def __init__(self, reason: str, message: str):
-        super().__init__(message)
+        printable = message.encode("utf-8", "backslashreplace").decode()
+        super().__init__(" ".join(printable.splitlines()))
         self.reason = reason
 
 
@@ -135,14 +136,26 @@ def name_of(record: dict[str, Any]) -> str:
     return f"record {record_id(record)}" + (f" ({where})" if where else "")
 
 
+def check_unicode(record: dict[str, Any], keys: Iterable[str]) -> None:
+    """Raises RecordError: a text under ``keys`` holds half of a surrogate pair, as JSON can write it, and
+    no tokenizer or file takes that."""
+    for key in keys:
+        try:
+            json.dumps({key: record.get(key)}, ensure_ascii=False, default=str).encode()
+        except UnicodeEncodeError:
+            message = f"{name_of(record)}: its {key} is not valid Unicode: half of a surrogate pair is in it"
+            raise RecordError("not valid Unicode", message) from None
+
+
 def with_messages(record: Record) -> Record:
     """The record with its conversation in ``messages``: texts, with the keys that hold nothing removed.
 
     ``conversations`` is read as ShareGPT writes it (``from`` and ``value``) or as messages. A record
     with a ``prompt`` alone, or with neither, is returned as it is.
 
-    Raises RecordError: a message has no role or content, or its content is not text.
+    Raises RecordError: a message has no role or content, or its content is not text or not Unicode.
     """
+    check_unicode(record, ("id", "prompt", "messages", "conversations"))
     key = next((k for k in ("messages", "conversations") if record.get(k) is not None), None)
     if key is None:
         return record
@@ -161,7 +174,7 @@ def with_messages(record: Record) -> Record:
 
 def _message(turn: dict[str, Any]) -> dict[str, Any]:
     if "from" in turn and "role" not in turn:
-        role = SHAREGPT_ROLES.get(turn["from"])
+        role = SHAREGPT_ROLES.get(turn["from"]) if isinstance(turn["from"], str) else None
         if role is None:
             expected = ", ".join(SHAREGPT_ROLES)
             message = f"is from {turn['from']!r}, expected one of {expected}"

@@ -17,15 +17,28 @@ from rich.console import Console
 from peagle_jax.checkpoint.model import LoadedTarget, load_target
 from peagle_jax.speculative.decoder import Decoder, Request
 from peagle_jax.speculative.sampling import SamplingParams
+from peagle_jax.train.places import check_path, check_writable
 from peagle_jax.train.progress import progress_bar
+from peagle_jax.train.ranges import AT_ONCE, COUNT, COUNT_OR_NONE, FACTOR, SEED, check_number
 from peagle_jax.train.recipe import TrainError
-from peagle_jax.train.records import read_records, record_id
+from peagle_jax.train.records import RecordError, check_unicode, name_of, read_records, record_id
 from peagle_jax.train.tokens import ConversationEncoder
+
+CONTEXT = 1024
+RANGES = {
+    "batch": AT_ONCE,
+    "max_tokens": COUNT,
+    "max_model_len": "[2, 2147483647]",
+    "temperatures": FACTOR,
+    "seed": SEED,
+    "limit": COUNT_OR_NONE,
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How answers are written. A record's temperature is one of ``temperatures``, by its place."""
+    """How answers are written. A record's temperature is one of ``temperatures``, by its place.
+    ``max_model_len`` None is 1024, or the target's positions where those are fewer."""
 
     prompts: tuple[str, ...]
     out: str
@@ -34,7 +47,7 @@ class Options:
     dtype: str = "bfloat16"
     batch: int = 8
     max_tokens: int = 320
-    max_model_len: int = 1024
+    max_model_len: int | None = None
     temperatures: tuple[float, ...] = (0.0, 0.7)
     seed: int = 0
     limit: int = 0
@@ -70,16 +83,17 @@ class Conversation:
 def start_conversation(record: dict[str, Any], number: int) -> Conversation:
     """From a record's ``messages`` (answers in it are dropped) or ``prompt``.
 
-    Raises TrainError: it has neither, or no user message.
+    Raises TrainError: it has neither, or no user message, or text that cannot be written again.
     """
+    check_unicode(record, record)
     if isinstance(record.get("messages"), list):
         turns = [m for m in record["messages"] if m.get("role") != "assistant"]
     elif isinstance(record.get("prompt"), str):
         turns = [{"role": "user", "content": record["prompt"]}]
     else:
-        raise TrainError(f"record {record_id(record)} has neither a prompt nor messages")
+        raise TrainError(f"{name_of(record)} has neither a prompt nor messages; give it one of them")
     if not any(m.get("role") == "user" for m in turns):
-        raise TrainError(f"record {record_id(record)} has no user message to answer")
+        raise TrainError(f"{name_of(record)} has no user message to answer; add one or leave it out")
     return Conversation(record, number, turns)
 
 
@@ -110,7 +124,12 @@ def finished_ids(path: Path, target: str) -> set[str]:
 
 
 def make_decoder(options: Options, model: LoadedTarget) -> Decoder:
-    room = min(options.max_model_len, model.config.max_position)
+    most = model.config.max_position
+    room = min(CONTEXT, most) if options.max_model_len is None else options.max_model_len
+    if room > most:
+        raise TrainError(
+            f"--max-model-len is {room}, but {model.name} has {most} positions; give {most} at most"
+        )
     return Decoder(model.config, model.params, max_model_len=room, batch=options.batch)
 
 
@@ -126,7 +145,10 @@ def answer(
         open_ = [c for c in group if c.finish == "stop" and c.advance()]
         requests, fitting = [], []
         for c in open_:
-            prompt = encoder.prompt_ids(c.messages)
+            try:
+                prompt = encoder.prompt_ids(c.messages)
+            except RecordError as error:
+                raise RecordError(error.reason, f"{name_of(c.record)}: {error}; correct it") from error
             if len(prompt) + 1 >= decoder.max_model_len:
                 c.close()
                 continue
@@ -183,14 +205,21 @@ def groups_by_length(conversations: Iterable[Conversation], size: int) -> list[l
 
 def check(options: Options) -> None:
     """Raises TrainError for options that make no sense."""
+    for name, interval in RANGES.items():
+        found = getattr(options, name)
+        for value in found if isinstance(found, tuple) else (found,):
+            if value is not None:
+                check_number(f"--{name.replace('_', '-')}", value, interval)
+    if not options.temperatures:
+        raise TrainError("--temperatures is empty, expected a number at least")
+    places = [("--prompts", path) for path in options.prompts]
+    places += [("--out", options.out), ("--model", options.model), ("--tokenizer", options.tokenizer)]
+    for flag, path in places:
+        if path is not None:
+            check_path(flag, path)
     if not options.out.endswith(".jsonl"):
         raise TrainError(f"--out is a .jsonl file, so that a stopped run can go on; found {options.out}")
-    if options.batch < 1 or options.max_tokens < 1:
-        raise TrainError(
-            f"--batch and --max-tokens must be positive, found {options.batch} and {options.max_tokens}"
-        )
-    if not options.temperatures or min(options.temperatures) < 0:
-        raise TrainError(f"--temperatures are numbers from 0 up, found {list(options.temperatures)}")
+    check_writable("--out", Path(options.out), "a file")
 
 
 def regenerate(options: Options, console: Console, model: LoadedTarget | None = None) -> int:
@@ -199,12 +228,13 @@ def regenerate(options: Options, console: Console, model: LoadedTarget | None = 
     Every group is on disk before the next one starts. Raises TrainError or CheckpointError.
     """
     check(options)
+    records = enumerate(read_records(options.prompts, options.limit))
+    conversations = [start_conversation(record, number) for number, record in records]
     if model is None:
         model = load_target(options.model, dtype=jnp.dtype(options.dtype), tokenizer=options.tokenizer)
     out = Path(options.out)
     done = finished_ids(out, model.name)
-    records = enumerate(read_records(options.prompts, options.limit))
-    waiting = [start_conversation(r, i) for i, r in records if record_id(r) not in done]
+    waiting = [c for c in conversations if record_id(c.record) not in done]
     console.print(f"{model.name}: {len(waiting)} records to answer, {len(done)} are in {out} already")
     if not waiting:
         return 0
@@ -217,7 +247,8 @@ def regenerate(options: Options, console: Console, model: LoadedTarget | None = 
         for group in groups_by_length(waiting, options.batch):
             kept, written = answer(group, decoder, encoder, options)
             for c in kept:
-                file.write(json.dumps(result_record(c, options, model.name), ensure_ascii=False) + "\n")
+                line = result_record(c, options, model.name)
+                file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")  # dates of a data set
             file.flush()
             os.fsync(file.fileno())
             added += len(kept)

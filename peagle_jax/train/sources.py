@@ -73,6 +73,13 @@ def _stored(recipe: Recipe) -> Source:
             f"{recipe.features.folder} holds features of {manifest['target']} with other weights than "
             f"{target.name} in {manifest['dtype']}; compute them again or name that target"
         )
+    width = target.config.hidden_size
+    if manifest["hidden_size"] != width:
+        raise TrainError(
+            f"{recipe.features.folder} says that its hidden_size is {manifest['hidden_size']}, but "
+            f"{target.name} has {width}; delete the folder and compute it again"
+        )
+    features.check_row_length(manifest["row_length"], target.config)
     taps = recipe.head.taps or default_taps(target.config.num_layers)
     train = RowStore(folders, "train", taps, recipe.loss.on_prompts)
     heldout = RowStore(folders, "heldout", taps)

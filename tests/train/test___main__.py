@@ -34,6 +34,41 @@ def test_an_unknown_key_is_one_line(capsys, tmp_path):
     assert "optimizer: unknown key 'lr'; expected one of learning_rate" in error_of(capsys)
 
 
+def test_the_error_of_a_path_with_a_line_break_is_one_line(capsys, tmp_path):
+    assert main(["--config", str(tmp_path / "no\nne.yaml")]) == 2
+    assert "no ne.yaml: No such file" in error_of(capsys)
+
+
+def test_conversations_are_counted_from_zero(capsys, tiny_target, tmp_path):
+    assert main(["show-mask", "--config", write_recipe(tmp_path), "--count", "-1"]) == 2
+    assert "--count must lie in [0, 2147483647], found -1" in error_of(capsys)
+
+
+@pytest.mark.parametrize("command", ["features", "show-mask"])
+def test_rows_longer_than_the_targets_positions_are_refused(capsys, tiny_target, tmp_path, command):
+    tiny_run.write_data(tmp_path / "data.jsonl", tiny_run.conversations(4))
+    assert main([command, "--config", write_recipe(tmp_path, features={"row_length": 257})]) == 2
+    said = "features.row_length is 257, but the target has 256 positions; set it to 256 at most"
+    assert said in error_of(capsys) and not (tmp_path / "features").exists()
+    assert main(["show-mask", "--config", write_recipe(tmp_path, features={"row_length": 256})]) == 0
+
+
+@pytest.mark.parametrize("field", ["content", "id"])
+def test_text_that_is_not_unicode_is_a_bad_record(capsys, tiny_target, tmp_path, field):
+    records = tiny_run.conversations(30)
+    if field == "id":
+        records[2]["id"] = "c\ud800"
+    else:
+        records[2]["messages"][0]["content"] = "w1 \ud800"
+    tiny_run.write_data(tmp_path / "data.jsonl", records)
+    assert main(["features", "--config", write_recipe(tmp_path), "--dry-run"]) == 2
+    told = error_of(capsys)
+    assert "data.jsonl line 3): its " in told and "is not valid Unicode" in told and "on_error: skip" in told
+    skipping = write_recipe(tmp_path, data={"on_error": "skip"})
+    assert main(["show-mask", "--config", skipping, "--count", "4"]) == 0
+    assert "skipped 1 (1 not valid Unicode)" in capsys.readouterr().out
+
+
 def test_training_without_features_says_how_to_compute_them(capsys, tiny_target, tmp_path):
     assert main(["--config", write_recipe(tmp_path)]) == 2
     assert "holds no features; compute them with `python -m peagle_jax.train features" in error_of(capsys)
@@ -145,4 +180,4 @@ def test_an_output_that_cannot_be_written_is_one_line(capsys, prepared, out):
 def test_endless_epochs_are_refused(capsys, tmp_path, epochs):
     (tmp_path / "r.yaml").write_text(f"optimizer: {{epochs: {yaml.safe_dump(epochs).split()[0]}}}\n")
     assert main(["--config", str(tmp_path / "r.yaml")]) == 2
-    assert "optimizer.epochs at most 10000" in error_of(capsys)
+    assert "optimizer.epochs must lie in [0, 10000]" in error_of(capsys)

@@ -135,7 +135,7 @@ def test_too_little_disk_stops_before_anything_is_computed(tiny_target, tmp_path
     monkeypatch.setattr(features.shutil, "disk_usage", lambda path: usage._replace(free=1000))
     with pytest.raises(TrainError, match="GB are free"):
         prepare.compute_features(tiny_run.recipe(tmp_path), console)
-    assert not list((tmp_path / "features").glob("train-*"))
+    assert not (tmp_path / "features").exists()
 
 
 def test_a_disk_that_fills_up_keeps_finished_shards_and_nothing_else(
@@ -233,6 +233,8 @@ def test_damage_is_named(tmp_path, prepared):
         ({"row_length": "x"}, "is not what `features` wrote"),
         ({"shards": None}, "is not what `features` wrote"),
         ({"shards": {"train": 5, "heldout": []}}, "is not what `features` wrote"),
+        ({"hidden_size": 13}, r"train-00000 holds rows, features and states of sizes \(32, 48, 12\)"),
+        ({"row_length": 33}, r"but its manifest says \(33, 48, 12\); delete the folder"),
     ],
     ids=lambda value: str(value)[:30],
 )
@@ -252,6 +254,15 @@ def test_an_array_of_another_shape_or_kind_is_refused(prepared, key, change):
     np.save(path, change(np.load(path)))
     with pytest.raises(TrainError, match=r"not what `features` wrote; delete .*train-00000"):
         RowStore([prepared / "features"], "train", (1,))
+
+
+@pytest.mark.parametrize("what", ["a file", "above it"])
+def test_a_folder_that_cannot_be_one_is_told_before_the_model_loads(tmp_path, console, monkeypatch, what):
+    monkeypatch.setattr(prepare, "load_target", None)
+    (tmp_path / "file").write_text("in the way")
+    folder = tmp_path / "file" / ("deep" if what == "above it" else "")
+    with pytest.raises(TrainError, match="file is a file.* choose another features.folder"):
+        prepare.compute_features(tiny_run.recipe(tmp_path, features={"folder": str(folder)}), console)
 
 
 def test_taps_that_are_refused_leave_nothing_behind(tiny_target, tmp_path, console):

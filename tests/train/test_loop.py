@@ -121,10 +121,43 @@ def test_a_checkpoint_without_a_position_in_the_data_is_refused(prepared, consol
         train(tiny_run.recipe(prepared), console)
 
 
-def test_a_longer_schedule_may_go_on(prepared, console):
+def test_a_longer_schedule_may_go_on_and_a_shorter_one_may_not(prepared, console):
     train(tiny_run.recipe(prepared, optimizer={"steps": 2}), console)
     train(tiny_run.recipe(prepared, optimizer={"steps": 3}), console)
     assert sorted(losses(prepared)) == [1, 2, 3]
+    message = "out holds a run of 3 steps, but the recipe asks for 1; set optimizer.steps to 3 or more"
+    with pytest.raises(TrainError, match=message):
+        train(tiny_run.recipe(prepared, optimizer={"steps": 1}), console)
+    assert sorted(losses(prepared)) == [1, 2, 3] and saved_steps(prepared) == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        (
+            "checkpoints",
+            "x",
+            "out/checkpoints is a file, expected a folder; move it away or choose",
+        ),
+        ("head", "x", "out/head is a file, expected a folder"),
+        ("tensorboard", "x", "out/tensorboard is a file, expected a folder"),
+        ("metrics.jsonl", None, "out/metrics.jsonl is a folder, expected a file"),
+        ("metrics.jsonl", "\udcff\n", "out/metrics.jsonl is not UTF-8 text at byte 0"),
+    ],
+)
+def test_what_is_in_the_way_of_a_run_is_told_before_anything_loads(
+    tmp_path, console, monkeypatch, name, content, words
+):
+    monkeypatch.setattr(loop, "build", None)
+    path = tmp_path / "out" / name
+    path.parent.mkdir()
+    if content is None:
+        path.mkdir()
+    else:
+        path.write_bytes(content.encode("utf-8", "surrogateescape"))
+    with pytest.raises(TrainError, match=words):
+        train(tiny_run.recipe(tmp_path), console)
+    assert list((tmp_path / "out").iterdir()) == [path]
 
 
 def test_a_loss_that_is_not_finite_stops_with_the_step_and_keeps_the_last_checkpoint(

@@ -16,6 +16,7 @@ from peagle_jax.train.metrics import (
     ratios,
     scalars,
 )
+from peagle_jax.train.recipe import TrainError
 from peagle_jax.train.step import StepReport
 
 
@@ -104,6 +105,15 @@ def test_the_board_holds_what_the_lines_hold_and_a_resumed_run_takes_back_the_re
 def test_without_its_package_there_is_no_board(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     assert open_board(tmp_path / "board", 0) is None
+
+
+def test_a_log_that_is_no_text_is_named_and_left_as_it_was(tmp_path):
+    path = tmp_path / "m.jsonl"
+    content = b'{"step": 1}\n{"step": 2, "\xff"}\n'
+    path.write_bytes(content)
+    with pytest.raises(TrainError, match="m.jsonl is not UTF-8 text at byte 25, .*; move it away or choose"):
+        MetricsLog(path, 3)
+    assert path.read_bytes() == content and list(tmp_path.iterdir()) == [path]
 
 
 def test_lines_that_are_no_records_are_dropped(tmp_path):

@@ -184,3 +184,19 @@ def test_without_the_package_the_error_says_what_to_install(monkeypatch, tmp_pat
     (tmp_path / "me" / "chats").mkdir(parents=True)
     with pytest.raises(TrainError, match="a local folder is named me/chats too"):
         list(read_records(["hf://me/chats"]))
+
+
+def test_half_of_a_surrogate_pair_is_a_bad_record_that_can_be_printed(tmp_path):
+    path = tmp_path / "a.jsonl"
+    odd = [{"id": "\ud800"}, {"id": 2, "prompt": "\udfff"}, {"id": 3, "messages": [USER | {"x": "\ud800"}]}]
+    whole = {"id": 4, "prompt": "\U0001f600"}
+    path.write_text("".join(json.dumps(r) + "\n" for r in [*odd, whole]))
+    records, errors = collected([path])
+    assert records == [whole] and [e.reason for e in errors] == ["not valid Unicode"] * 3
+    assert all(str(e).isprintable() for e in errors)
+    assert [str(e).split("): its ")[1].split()[0] for e in errors] == ["id", "prompt", "messages"]
+
+
+def test_a_speaker_that_is_no_text_is_a_bad_record():
+    with pytest.raises(RecordError, match=r"message 1 is from \[1\], expected one of human"):
+        with_messages(Record({"id": 1, "conversations": [{"from": [1], "value": "x"}]}, "a line 1"))

@@ -5,6 +5,7 @@ import pytest
 
 from peagle_jax.speculative.decoder import Decoder
 from peagle_jax.speculative.sampling import SamplingParams
+from peagle_jax.train import regenerate as module
 from peagle_jax.train.recipe import DataRecipe, TrainError
 from peagle_jax.train.records import read_records
 from peagle_jax.train.regenerate import (
@@ -138,13 +139,61 @@ def test_answers_of_another_target_are_not_mixed(tmp_path):
     ("change", "message"),
     [
         ({"out": "x.jsonl.gz"}, "--out is a .jsonl file"),
-        ({"batch": 0}, "must be positive, found 0 and 9"),
-        ({"temperatures": (-0.1,)}, r"numbers from 0 up, found \[-0.1\]"),
+        ({"batch": 0}, r"--batch must lie in \[1, 65536\], found 0"),
+        ({"max_tokens": 0}, "--max-tokens must lie in .*, found 0"),
+        ({"max_model_len": 1}, r"--max-model-len must lie in \[2, 2147483647\], found 1"),
+        ({"temperatures": (0.0, -0.1)}, "--temperatures must lie in .*, found -0.1"),
+        ({"temperatures": (float("nan"),)}, "--temperatures must lie in .*, found nan"),
+        ({"temperatures": ()}, "--temperatures is empty"),
+        ({"limit": -1}, "--limit must lie in .*, found -1"),
+        ({"seed": -1}, "--seed must lie in .*, found -1"),
+        ({"prompts": ("a\0b",)}, "--prompts holds a NUL character"),
+        ({"out": "x" * 300 + ".jsonl"}, "--out is too long"),
+        ({"model": ""}, "--model is empty"),
+        ({"out": "/proc/x/out.jsonl"}, "out.jsonl cannot be written: .*; choose another --out"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(tmp_path, console, change, message):
+def test_options_that_make_no_sense_are_refused_before_the_model_loads(
+    tmp_path, console, monkeypatch, change, message
+):
+    monkeypatch.setattr(module, "load_target", None)
     with pytest.raises(TrainError, match=message):
         regenerate(options(tmp_path, **change), console)
+
+
+def test_a_context_longer_than_the_targets_positions_is_refused(tmp_path, model, console):
+    prompts(tmp_path, 1)
+    with pytest.raises(
+        TrainError, match="--max-model-len is 257, but tiny has 256 positions; give 256 at most"
+    ):
+        regenerate(options(tmp_path, max_model_len=257), console, model)
+    assert not (tmp_path / "out.jsonl").exists()
+    assert module.make_decoder(options(tmp_path, max_model_len=None), model).max_model_len == 256
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"id": 5, "prompt": "w1 \ud800"},
+        {"id": 5, "messages": [{"role": "user", "content": "\udfff"}]},
+        {"id": 5, "prompt": "w1", "license": {"by": ["\ud800"]}},
+        {"id": 5, "prompt": "w1", "\ud800": 1},
+    ],
+)
+def test_text_that_is_not_unicode_is_refused_before_the_model_loads(tmp_path, console, monkeypatch, record):
+    monkeypatch.setattr(module, "load_target", None)
+    tiny_run.write_data(tmp_path / "prompts.jsonl", [{"id": 4, "prompt": "w1"}, record])
+    with pytest.raises(TrainError, match="record 5 .*line 2.*is not valid Unicode") as raised:
+        regenerate(options(tmp_path), console)
+    assert str(raised.value).isprintable()
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_prompt_that_the_template_refuses_is_named(tmp_path, model, console):
+    model.tokenizer.chat_template = "{{ raise_exception('no') if messages[0].content == 'w2' else 'w1' }}"
+    tiny_run.write_data(tmp_path / "prompts.jsonl", [{"id": "a", "prompt": "w2"}])
+    with pytest.raises(TrainError, match=r"record a \(.*line 1\): the chat template refused a record: no"):
+        regenerate(options(tmp_path), console, model)
 
 
 def test_records_without_a_question_are_named():

@@ -9,6 +9,7 @@ import pytest
 
 from peagle_jax.train.data import BatchLoader
 from peagle_jax.train.loop import train
+from peagle_jax.train.recipe import TrainError
 from peagle_jax.train.setup import build
 from peagle_jax.train.sources import open_source
 from peagle_jax.train.step import gradients, make_evaluation
@@ -84,6 +85,15 @@ def test_a_sample_has_the_states_that_are_stored(prepared):
     assert len(b["features"]) == 5 and (disk.weights, disk.data) == (online.weights, online.data)
     for key in a:
         np.testing.assert_allclose(a[key], b[key], rtol=1e-5, atol=1e-5)
+
+
+def test_a_manifest_of_another_width_than_the_targets_is_refused(prepared):
+    path = prepared / "features" / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"hidden_size": 13}))
+    with pytest.raises(
+        TrainError, match="says that its hidden_size is 13, but tiny has 12; delete the folder"
+    ):
+        open_source(tiny_run.recipe(prepared))
 
 
 def test_prompts_carry_loss_online_too(prepared):

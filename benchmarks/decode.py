@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.progress import track
 
 from peagle_jax import commands, generate
+from peagle_jax.arguments import run_command
 from peagle_jax.speculative.sampling import SamplingParams
 from peagle_jax.speculative.statistics import AcceptanceStatistics
 
@@ -134,4 +135,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(commands.run_command(main))
+    sys.exit(run_command(main))

@@ -28,7 +28,7 @@ from machine import describe_machine
 from rich.console import Console
 from rich.table import Table
 
-from peagle_jax import commands
+from peagle_jax.arguments import CommandError, run_command
 from peagle_jax.config import BlockConfig, DrafterConfig
 from peagle_jax.drafter.head import DrafterParams, fuse, run_head
 from peagle_jax.layers.attention import NEGATIVE, grouped, ungrouped
@@ -213,7 +213,7 @@ def measure(step: Callable, arguments: tuple, repeats: int) -> Measured:
     compiled = jax.jit(step).lower(*arguments).compile()
     analysis = compiled.memory_analysis()
     if analysis is None:
-        raise commands.CommandError(f"XLA has no memory analysis on {jax.default_backend()}")
+        raise CommandError(f"XLA has no memory analysis on {jax.default_backend()}")
     memory = analysis.temp_size_in_bytes
     best, loss, gradient = None, None, None
     for _ in range(repeats):
@@ -335,4 +335,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(commands.run_command(main))
+    sys.exit(run_command(main))

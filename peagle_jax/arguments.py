@@ -1,9 +1,19 @@
-"""The argument parser of every command. Nothing heavy is imported here, so that --help is quick."""
+"""How every command begins and ends: its arguments, and how errors are told.
+
+Nothing heavy is imported here, so that --help is quick.
+"""
 
 from __future__ import annotations
 
 import argparse
-from typing import Any, NoReturn
+import io
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn, TextIO
+
+from peagle_jax.checkpoint.errors import CheckpointError
+from peagle_jax.config import ConfigError
 
 
 class Parser(argparse.ArgumentParser):
@@ -15,3 +25,76 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {' '.join(message.split())}; see {self.prog} --help\n")
+
+
+def utf8(value: str) -> str:
+    """An argument's type: text. Python keeps other bytes of a command line as halves of surrogate pairs,
+    which nothing that shows or tokenises them takes."""
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise argparse.ArgumentTypeError(
+            f"is not UTF-8 text at character {error.start}; give it as UTF-8"
+        ) from error
+    return value
+
+
+def named(value: str) -> str:
+    """An argument's type: text that is not blank. An empty variable of a script is not the default."""
+    if not value.strip():
+        raise argparse.ArgumentTypeError("is empty; name one, or leave it out for the default")
+    return utf8(value)
+
+
+class CommandError(ValueError):
+    """A command that cannot run as asked; one line: found, expected, what to do."""
+
+
+READER_GONE = 141
+"""Exit status of a command whose output nobody reads any more, as the shell gives it (128 + SIGPIPE)."""
+
+
+def run_command(main: Callable[[], int]) -> int:
+    """Runs a command; a user's mistake, or the system's no, is one line on stderr and exit status 2.
+
+    What the encoding of stdout lacks is printed as an escape; a stdout or stderr that is closed is
+    replaced, as libraries count on there being one.
+    """
+    sys.stdout, sys.stderr = sys.stdout or _nowhere(), sys.stderr or _nowhere()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        try:
+            return main()
+        finally:
+            print(end="", flush=True)  # a reader that has left is noticed here, not at the interpreter's end
+    except (CommandError, CheckpointError, ConfigError) as error:
+        return _refuse(str(error))
+    except BrokenPipeError:
+        _drop_unwritable_output()
+        return READER_GONE
+    except OSError as error:
+        _drop_unwritable_output()
+        where = f"{str(error.filename)[:80]}: " if error.filename is not None else ""
+        reason = error.strerror or str(error) or type(error).__name__
+        return _refuse(f"{where}{reason}; run it again when that is mended")
+    except KeyboardInterrupt:
+        return 130
+
+
+def _nowhere() -> TextIO:
+    return os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+
+
+def _refuse(message: str) -> int:
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    return 2
+
+
+def _drop_unwritable_output() -> None:
+    """What is left in stdout's buffer would fail again at the interpreter's end, so it goes nowhere."""
+    try:
+        print(end="", flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

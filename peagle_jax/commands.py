@@ -1,20 +1,21 @@
-"""What the commands share: how a model, its head and K are chosen, and how errors are told."""
+"""What the commands share: how a model, its head, K and a context are chosen."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from peagle_jax.checkpoint.errors import CheckpointError
+from peagle_jax.arguments import CommandError
+from peagle_jax.checkpoint.folder import local_path
 from peagle_jax.checkpoint.head import default_head_path, load_head
 from peagle_jax.checkpoint.model import LoadedTarget, load_target
-from peagle_jax.config import ConfigError, DrafterConfig, Method, SpecConfig
+from peagle_jax.config import DrafterConfig, Method, SpecConfig
 from peagle_jax.drafter.head import DrafterParams
 from peagle_jax.speculative.decoder import Decoder
 
@@ -22,21 +23,6 @@ DTYPES = ("auto", "float32", "bfloat16")
 DEFAULT_TOKENS = 5
 """K when none is asked for. A draft that far ahead is seldom right, and each costs a row to verify."""
 CPU_CONTEXT = 2048
-
-
-class CommandError(ValueError):
-    """A command that cannot run as asked; one line: found, expected, what to do."""
-
-
-def run_command(main: Callable[[], int]) -> int:
-    """Runs a command; a user's mistake is one line on stderr and exit status 2."""
-    try:
-        return main()
-    except (CommandError, CheckpointError, ConfigError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
 
 
 def default_dtype() -> jnp.dtype:
@@ -88,7 +74,9 @@ class Loaded:
 
         Raises:
             ConfigError: the head does not fit the target, or K is above what it was trained for.
+            CommandError: the machine has no memory for such a context.
         """
+        check_memory(self.target, max_model_len, self.dtype)
         head = self.head if speculative and self.num_speculative_tokens else None
         return Decoder(
             self.target.config,
@@ -106,6 +94,7 @@ def load(
     num_speculative_tokens: int | None,
     *,
     method: Method | None = None,
+    speculate: bool = False,
     dtype: str = "auto",
     revision: str | None = None,
     tokenizer: str | None = None,
@@ -119,6 +108,8 @@ def load(
         num_speculative_tokens: None is 5, or less where a P-EAGLE head was trained for less; 0 loads
             no head.
         method: what the head must be; None accepts what it is.
+        speculate: no head is an error, unless num_speculative_tokens is 0.
+        revision: of the hub id that ``model`` then must be.
 
     Raises:
         CheckpointError: a model or head that cannot be loaded.
@@ -128,16 +119,24 @@ def load(
         raise CommandError(
             f"num_speculative_tokens must be 0 (plain decoding) or more, found {num_speculative_tokens}"
         )
+    for ref in (model, head, tokenizer):
+        if ref is not None:
+            local_path(ref)
+    _check_revision(model, revision)
+    if num_speculative_tokens is None:
+        speculate = speculate or method is not None
+    else:
+        speculate = num_speculative_tokens > 0
     if head is None and model is None and num_speculative_tokens != 0:
         path = default_head_path()
-        if path is None and num_speculative_tokens is None:
+        if path is None and not speculate:
             print("note: the embedded model's head is not installed; decoding without one", file=sys.stderr)
         head = path and str(path)
-    if head is None and num_speculative_tokens:
-        raise CommandError(
-            f"num_speculative_tokens is {num_speculative_tokens} but there is no head; name one, "
-            f"or leave it out"
-        )
+    if head is None and speculate:
+        tokens = num_speculative_tokens
+        found = f"num_speculative_tokens is {tokens}" if tokens else "a method of speculation is named"
+        name = "the embedded model" if model is None else model
+        raise CommandError(f"{found} but there is no head for {name}; name one, or leave it out")
     chosen = resolve_dtype(dtype)
     target = load_target(model, dtype=chosen, revision=revision, tokenizer=tokenizer)
     if head is None or num_speculative_tokens == 0:
@@ -148,6 +147,19 @@ def load(
         trained = DEFAULT_TOKENS if config.method == "eagle3" else config.num_depths
         num_speculative_tokens = min(trained, DEFAULT_TOKENS)
     return Loaded(target, Head(config, params, head), num_speculative_tokens, chosen)
+
+
+def _check_revision(model: str | None, revision: str | None) -> None:
+    """Only the hub has revisions; elsewhere one would be ignored."""
+    if revision is None:
+        return
+    if model is not None and not local_path(model).exists():
+        return
+    found = "the embedded model" if model is None else f"{model}, which is on this machine"
+    raise CommandError(
+        f"revision {revision[:60]!r} is for a model of the Hugging Face hub, but the model is {found}; "
+        f"leave it out, or name a hub id"
+    )
 
 
 def _check_method(config: DrafterConfig, wanted: Method | None, source: str) -> None:
@@ -175,6 +187,29 @@ def context_limit(target: LoadedTarget, wanted: int | None = None) -> int:
             f"max_model_len must be in 2..{longest}, the positions of {target.name}; found {wanted}"
         )
     return wanted
+
+
+def check_memory(target: LoadedTarget, max_model_len: int, dtype: jnp.dtype) -> None:
+    """Raises CommandError for a context whose keys and values alone are more than the memory there is."""
+    block, device = target.config.block, jax.devices()[0]
+    if device.platform == "cpu":
+        available, size = _machine_memory(), 4  # float32, whatever the weights are
+    else:
+        available, size = (device.memory_stats() or {}).get("bytes_limit"), dtype.itemsize
+    slot = 2 * target.config.num_layers * block.num_kv_heads * block.head_dim * size
+    if available and slot * max_model_len > available:
+        raise CommandError(
+            f"a context of {max_model_len} tokens needs {slot * max_model_len / 2**30:.1f} GiB for keys and "
+            f"values, but the machine has {available / 2**30:.1f}; ask for at most {available // slot} "
+            f"tokens, prompt and answer together"
+        )
+
+
+def _machine_memory() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # Windows
+        return None
 
 
 def describe(loaded: Loaded, max_model_len: int) -> list[tuple[str, Any]]:

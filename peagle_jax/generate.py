@@ -15,13 +15,14 @@ import jax
 import jax.numpy as jnp
 
 from peagle_jax import commands
-from peagle_jax.arguments import Parser
-from peagle_jax.commands import CommandError, Loaded
+from peagle_jax.arguments import CommandError, Parser, named, run_command, utf8
+from peagle_jax.commands import Loaded
 from peagle_jax.config import TargetConfig
 from peagle_jax.layers.attention import packed_attention
 from peagle_jax.models import stack
 from peagle_jax.models.stack import TargetParams
 from peagle_jax.serve.detokenize import Answer
+from peagle_jax.serve.prompt import PromptError, encode, render_chat
 from peagle_jax.speculative.decoder import SMALLEST_CACHE, Decoder
 from peagle_jax.speculative.sampling import SamplingParams, filter_logits, gumbel_noise, sampling_state
 from peagle_jax.speculative.statistics import AcceptanceStatistics
@@ -152,11 +153,19 @@ def build_parser() -> Parser:
         epilog=_EPILOG,
     )
     add = parser.add_argument
-    add("--prompt", required=True, help="the user's message; - reads it from standard input")
-    add("--model", help="a Hugging Face folder or hub id, or a .gguf file (default: the embedded model)")
-    add("--tokenizer", help="a folder or hub id with another tokenizer")
-    add("--revision", help="of a hub id")
-    add("--head", help="a head's folder or hub id, or none (default: the embedded model's own head)")
+    add("--prompt", type=utf8, required=True, help="the user's message; - reads it from standard input")
+    add(
+        "--model",
+        type=named,
+        help="a Hugging Face folder or hub id, or a .gguf file (default: the embedded model)",
+    )
+    add("--tokenizer", type=named, help="a folder or hub id with another tokenizer")
+    add("--revision", type=named, help="of the model's hub id")
+    add(
+        "--head",
+        type=named,
+        help="a head's folder or hub id, or none (default: the embedded model's own head)",
+    )
     add(
         "--num-speculative-tokens",
         type=int,
@@ -193,13 +202,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"--head none decodes plainly, but --num-speculative-tokens is {k}; drop one of them"
             )
         head, k = None, 0
-    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    prompt = _standard_input() if args.prompt == "-" else args.prompt
     _say("loading")
     loaded = commands.load(
         args.model, head, k, dtype=args.dtype, revision=args.revision, tokenizer=args.tokenizer
     )
     prompt_ids = prompt_token_ids(loaded.target.tokenizer, prompt, args.raw)
-    max_tokens = _room(loaded, len(prompt_ids), args.max_tokens)
+    max_tokens = _room(loaded, prompt_ids, args.max_tokens)
     k = loaded.num_speculative_tokens
     stop_ids = set(loaded.target.config.eos_token_ids)
     room = _rounded(len(prompt_ids) + max_tokens, loaded.target.config.max_position)
@@ -219,7 +228,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.compare:
         report |= compare(loaded, prompt_ids, sampling, result, run(False, _silent))
     if quiet:
-        print(json.dumps(report, ensure_ascii=False))
+        print(json.dumps(report))  # ASCII, so that it is JSON on every terminal
     else:
         print("\n\n" + "\n".join(_lines(report)))
     return 0
@@ -257,23 +266,42 @@ def _sampling(args: argparse.Namespace) -> SamplingParams:
         raise CommandError(str(error)) from error
 
 
+def _standard_input() -> str:
+    if sys.stdin is None:
+        raise CommandError("--prompt - reads standard input, but it is closed; redirect a file to it")
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise CommandError(
+            f"standard input is not UTF-8 text: byte {error.start} is 0x{error.object[error.start]:02x}; "
+            f"convert it to UTF-8"
+        ) from error
+
+
 def prompt_token_ids(tokenizer: Any, prompt: str, raw: bool = False) -> list[int]:
     """Token ids of a prompt, as a user's message in the chat template unless ``raw``.
 
     Raises:
-        CommandError: there is no chat template.
+        CommandError: there is no chat template, or it or the tokenizer refuses the prompt.
     """
-    if raw:
-        return tokenizer.encode(prompt)
-    if not getattr(tokenizer, "chat_template", None):
-        raise CommandError("the model has no chat template; use --raw to send the prompt as it is")
-    messages = [{"role": "user", "content": prompt}]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return tokenizer.encode(text, add_special_tokens=False)
+    try:
+        rendered = prompt if raw else render_chat(tokenizer, [{"role": "user", "content": prompt}])
+    except PromptError as error:
+        raise CommandError(f"{error}; use --raw to send the prompt as it is") from error
+    try:
+        return encode(tokenizer, rendered, special=raw)
+    except PromptError as error:
+        raise CommandError(f"{error}; use another --tokenizer or --prompt") from error
 
 
-def _room(loaded: Loaded, prompt: int, wanted: int | None) -> int:
-    limit = loaded.target.config.max_position
+def _room(loaded: Loaded, prompt_ids: list[int], wanted: int | None) -> int:
+    limit, prompt = loaded.target.config.max_position, len(prompt_ids)
+    beyond = next((i for i in prompt_ids if i >= loaded.target.config.vocab_size), None)
+    if beyond is not None:
+        raise CommandError(
+            f"the tokenizer gives token id {beyond}, but the model's vocabulary has "
+            f"{loaded.target.config.vocab_size}; use the model's own tokenizer"
+        )
     if prompt == 0:
         raise CommandError("the prompt is empty; give at least one token")
     if prompt >= limit:
@@ -350,4 +378,4 @@ def _verdict(report: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(commands.run_command(main))
+    sys.exit(run_command(main))

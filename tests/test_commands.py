@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from peagle_jax import commands
+from peagle_jax.arguments import CommandError
+from peagle_jax.checkpoint.errors import CheckpointError
 from peagle_jax.checkpoint.model import LoadedTarget
-from peagle_jax.commands import CommandError
 from peagle_jax.config import ConfigError
 from tests.serve.tiny_model import CONFIG, PARAMS, TOKENIZER, tiny_head
 from tests.tiny import head_params
@@ -96,6 +96,55 @@ def test_tokens_without_a_head_or_below_zero_are_refused_before_loading(loads):
     assert loads == []
 
 
+@pytest.mark.parametrize("asked", [{"speculate": True}, {"method": "eagle3"}, {"method": "peagle"}])
+def test_a_method_without_a_head_is_refused_before_loading_unless_it_is_off(loads, monkeypatch, asked):
+    monkeypatch.setattr(commands, "default_head_path", lambda: None)
+    with pytest.raises(CommandError, match="a method of speculation is named but there is no head for m;"):
+        commands.load("m", None, None, **asked)
+    with pytest.raises(CommandError, match="there is no head for the embedded model"):
+        commands.load(None, None, None, **asked)
+    assert loads == []
+    assert commands.load("m", None, 0, **asked).head is None
+
+
+def test_a_revision_is_for_the_hub_alone(loads, tmp_path):
+    file = tmp_path / "model.gguf"
+    file.touch()
+    for local in (tmp_path, file):
+        with pytest.raises(
+            CommandError, match=f"'v2' is for a model of the .* hub, but the model is {local}"
+        ):
+            commands.load(str(local), None, None, revision="v2")
+    with pytest.raises(CommandError, match="but the model is the embedded model"):
+        commands.load(None, None, None, revision="v2")
+    assert loads == []
+    commands.load("org/name", None, None, revision="v2")
+    assert loads[0][2]["revision"] == "v2"
+
+
+@pytest.mark.parametrize("ref", ["x" * 5000, "/tmp/" + "x" * 300, "~nobody-here/x"])
+@pytest.mark.parametrize("place", ["model", "head", "tokenizer"])
+def test_a_name_that_cannot_be_a_path_is_one_line(loads, place, ref):
+    named = {"model": "m", "head": None, "num_speculative_tokens": None} | {place: ref}
+    with pytest.raises(CheckpointError, match="is no path that can be opened") as error:
+        commands.load(**named)
+    assert len(str(error.value)) < 200
+
+
+def test_a_context_beyond_the_memory_is_refused_and_names_what_fits(loads):
+    endless = dataclasses.replace(CONFIG, max_position=2**31 - 1)
+    loaded = commands.load("m", None, None)
+    loaded.target = dataclasses.replace(loaded.target, config=dataclasses.replace(endless, num_layers=10**6))
+    with pytest.raises(
+        CommandError, match=r"a context of 1000000000 tokens needs .* ask for at most (\d+)"
+    ) as e:
+        loaded.decoder(10**9)
+    fits = int(str(e.value).split("at most ")[1].split()[0])
+    commands.check_memory(loaded.target, fits, loaded.dtype)
+    with pytest.raises(CommandError):
+        commands.check_memory(loaded.target, fits + 1, loaded.dtype)
+
+
 def test_more_tokens_than_the_head_was_trained_for_are_refused(loads):
     with pytest.raises(ConfigError, match=r"num_speculative_tokens is 4, but the head was trained for 3"):
         commands.load("m", "parallel", 4).decoder(100)
@@ -138,19 +187,3 @@ def test_the_report_names_what_was_resolved(loads):
     assert report["head"] == "P-EAGLE, 1 layers, draft vocabulary 90, trained for K up to 3"
     assert report["taps"] == "0, 1, 2 of boundaries 0..2"
     assert (report["K"], report["max_model_len"]) == (2, 99)
-
-
-def test_a_mistake_is_one_line_and_status_2(monkeypatch):
-    stderr = io.StringIO()
-    monkeypatch.setattr("sys.stderr", stderr)
-
-    def fails():
-        raise ConfigError("found this;\n expected that")
-
-    assert commands.run_command(fails) == 2
-    assert stderr.getvalue() == "error: found this; expected that\n"
-
-
-def test_other_errors_keep_their_traceback():
-    with pytest.raises(ZeroDivisionError):
-        commands.run_command(lambda: 1 // 0)

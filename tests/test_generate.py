@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 
 from peagle_jax import commands, generate
+from peagle_jax.arguments import run_command
 from peagle_jax.checkpoint.model import LoadedTarget
 from peagle_jax.commands import Head, Loaded
 from peagle_jax.generate import Run, compare, first_difference, logits_after
 from peagle_jax.speculative.sampling import SamplingParams, choose_tokens, sampling_state
 from peagle_jax.speculative.statistics import AcceptanceStatistics
-from tests.serve.doubles import ScriptedDecoder
+from tests.serve.doubles import ScriptedDecoder, byte_tokenizer
 from tests.serve.tiny_model import CONFIG, PARAMS, TOKENIZER, tiny_head
 from tests.tiny import head_params
 
@@ -49,7 +50,7 @@ def scripted(tiny, monkeypatch):
 
 
 def run(*argv: str) -> int:
-    return commands.run_command(lambda: generate.main(argv))
+    return run_command(lambda: generate.main(argv))
 
 
 BASE = ("--model", "m", "--head", "h", "--prompt", "the cat", "--dtype", "float32")
@@ -93,11 +94,20 @@ def test_the_head_can_be_switched_off(scripted, capsys, argv):
 
 
 def test_a_prompt_can_come_from_standard_input(scripted, monkeypatch, capsys):
-    monkeypatch.setattr("sys.stdin", io.StringIO("abc"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("aé".encode())))
     assert run("--model", "m", "--prompt", "-", "--raw", "--max-tokens", "1", "--json") == 0
     report = json.loads(capsys.readouterr().out)
     assert report["prompt_tokens"] == 3
     assert report["tokens_per_second"] > 0
+
+
+def test_standard_input_that_is_closed_or_no_text_is_one_line(tiny, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9")))
+    assert run("--model", "m", "--prompt", "-") == 2
+    assert "standard input is not UTF-8 text: byte 3 is 0xe9" in capsys.readouterr().err
+    monkeypatch.setattr("sys.stdin", None)
+    assert run("--model", "m", "--prompt", "-") == 2
+    assert "--prompt - reads standard input, but it is closed" in capsys.readouterr().err
 
 
 def test_the_stop_token_is_among_the_ids_and_not_in_the_text(scripted, capsys):
@@ -119,6 +129,12 @@ def test_the_stop_token_is_among_the_ids_and_not_in_the_text(scripted, capsys):
         (["--prompt", "x", "--num-speculative-tokens", "2"], "there is no head"),
         (["--prompt", "x", "--max-tokens", "0"], "1 or more, found 0"),
         (["--prompt", "x", "--max-tokens", "100000"], "ask for at most"),
+        (["--prompt", "x", "--max-tokens", str(10**12)], "more than the context of 700; ask for at most"),
+        (["--prompt", "caf\udce9"], "--prompt: is not UTF-8 text at character 3"),
+        (["--prompt", "x", "--head", ""], "--head: is empty; name one"),
+        (["--prompt", "x", "--tokenizer", ""], "--tokenizer: is empty; name one"),
+        (["--prompt", "x", "--model", ""], "--model: is empty; name one"),
+        (["--prompt", "x", "--revision", ""], "--revision: is empty; name one"),
         (["--prompt", "x" * 800], "takes at most 699"),
         (["--prompt", "", "--raw"], "the prompt is empty"),
         (["--prompt", "x", "--temperature", "-1"], "temperature must be"),
@@ -144,6 +160,38 @@ def test_a_model_without_a_template_asks_for_raw(tiny, monkeypatch, capsys):
     monkeypatch.setattr(commands, "load_target", lambda ref, **_: bare)
     assert run("--model", "m", "--prompt", "x") == 2
     assert "use --raw" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('not you') }}", "{{ messages + 'not you' }}"])
+def test_a_template_that_refuses_the_prompt_asks_for_raw(tiny, monkeypatch, capsys, template):
+    refusing = dataclasses.replace(TARGET, tokenizer=byte_tokenizer(template))
+    monkeypatch.setattr(commands, "load_target", lambda ref, **_: refusing)
+    assert run("--model", "m", "--prompt", "x") == 2
+    err = capsys.readouterr().err
+    assert "chat template refused the messages: " in err
+    assert "use --raw" in err
+    assert err.count("\n") == 1
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tiny, monkeypatch, capsys):
+    smaller = dataclasses.replace(CONFIG, vocab_size=200, eos_token_ids=())
+    monkeypatch.setattr(commands, "load_target", lambda ref, **_: dataclasses.replace(TARGET, config=smaller))
+    assert run("--model", "m", "--prompt", " the", "--raw") == 2
+    assert "but the model's vocabulary has 200" in capsys.readouterr().err
+
+
+def test_an_endless_context_is_not_allocated(tiny, monkeypatch, capsys):
+    endless = dataclasses.replace(TARGET, config=dataclasses.replace(CONFIG, max_position=10**9))
+    monkeypatch.setattr(commands, "load_target", lambda ref, **_: endless)
+    rooms = []
+
+    def decoder(self, max_model_len, **_):
+        rooms.append(max_model_len)
+        return ScriptedDecoder(lambda prompt: prompt, width=1)
+
+    monkeypatch.setattr(Loaded, "decoder", decoder)
+    assert run("--model", "m", "--prompt", "x" * 600, "--raw", "--max-tokens", "500") == 0
+    assert rooms == [2048]
 
 
 # -- comparing

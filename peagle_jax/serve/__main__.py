@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import math
@@ -17,8 +18,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from peagle_jax import commands
-from peagle_jax.arguments import Parser
-from peagle_jax.commands import CommandError
+from peagle_jax.arguments import CommandError, Parser, named, run_command, utf8
 from peagle_jax.serve.app import create_app, version
 from peagle_jax.serve.engine import Engine
 from peagle_jax.serve.serving import SamplingDefaults, ServedModel, unserved_defaults
@@ -51,12 +51,21 @@ def build_parser() -> Parser:
         epilog=_EPILOG,
     )
     add = parser.add_argument
-    add("model_tag", nargs="?", metavar="MODEL", help="same as --model")
-    add("--model", help="a Hugging Face folder or hub id, or a .gguf file (default: the embedded model)")
-    add("--tokenizer", help="a folder or hub id with another tokenizer")
-    add("--revision", help="of a hub id")
-    add("--speculative-config", metavar="JSON", help="the head and how it drafts; see below")
-    add("--host", default="127.0.0.1", help="0.0.0.0 serves other machines (default: %(default)s)")
+    add("model_tag", nargs="?", type=named, metavar="MODEL", help="same as --model")
+    add(
+        "--model",
+        type=named,
+        help="a Hugging Face folder or hub id, or a .gguf file (default: the embedded model)",
+    )
+    add("--tokenizer", type=named, help="a folder or hub id with another tokenizer")
+    add("--revision", type=named, help="of the model's hub id")
+    add("--speculative-config", type=utf8, metavar="JSON", help="the head and how it drafts; see below")
+    add(
+        "--host",
+        type=named,
+        default="127.0.0.1",
+        help="0.0.0.0 serves other machines (default: %(default)s)",
+    )
     add("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
     add(
         "--max-model-len",
@@ -68,6 +77,7 @@ def build_parser() -> Parser:
     add(
         "--served-model-name",
         nargs="+",
+        type=named,
         metavar="NAME",
         help="names that requests may use (default: the model's)",
     )
@@ -77,9 +87,9 @@ def build_parser() -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
-    if args.model_tag and args.model and args.model_tag != args.model:
+    model = args.model_tag if args.model is None else args.model
+    if args.model_tag is not None and args.model_tag != model:
         raise CommandError(f"MODEL is {args.model_tag!r} but --model is {args.model!r}; give one of them")
-    model = args.model or args.model_tag
     options = SpeculativeOptions()
     if args.speculative_config is not None:
         options = parse_speculative_config(args.speculative_config)
@@ -91,6 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.model,
         options.num_speculative_tokens,
         method=options.method,
+        speculate=options.speculate,
         dtype=args.dtype,
         revision=args.revision,
         tokenizer=args.tokenizer,
@@ -98,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     max_model_len = commands.context_limit(loaded.target, args.max_model_len)
     defaults = SamplingDefaults.from_generation_config(loaded.target.generation)
     not_applied = unserved_defaults(loaded.target.generation)
-    names = args.served_model_name or [model or loaded.target.name]
+    names = args.served_model_name or [loaded.target.name if model is None else model]
     print(f"peagle_jax {version()}", flush=True)
     lines = [
         *commands.describe(loaded, max_model_len),
@@ -118,7 +129,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             failure.append(outcome)
             server.should_exit = True
         else:
-            print(f"  {'compiled in':<14} {outcome:.1f} s\nready: {url}/v1/chat/completions", flush=True)
+            with contextlib.suppress(OSError):  # this is the engine's thread, and needs no reader of stdout
+                print(f"  {'compiled in':<14} {outcome:.1f} s\nready: {url}/v1/chat/completions", flush=True)
 
     engine = Engine(
         loaded.decoder(max_model_len),
@@ -145,7 +157,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet.
+    """A socket that listens. What connects before the server runs waits for it.
+
+    A port that is bound, but not listened to, could be bound by a second server too.
 
     Raises:
         CommandError: the address cannot be had.
@@ -155,6 +169,7 @@ def bind(host: str, port: int) -> socket.socket:
         sock = socket.socket(family, socket.SOCK_STREAM)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
+        sock.listen()
     except (OSError, OverflowError, UnicodeError) as error:
         raise CommandError(
             f"cannot listen on {host}:{port}: {error}; choose another --host or --port"
@@ -195,8 +210,6 @@ def run_server(server: uvicorn.Server, sock: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    status = commands.run_command(main)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    status = run_command(main)
     # A compilation cannot be interrupted, and an interpreter that ends under one may crash.
     os._exit(status)

@@ -18,6 +18,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 
+from peagle_jax.serve.body_limit import BodyLimit, body_limit
 from peagle_jax.serve.detokenize import Delta
 from peagle_jax.serve.engine import Engine, EngineRequest, EngineStoppedError
 from peagle_jax.serve.protocol import (
@@ -53,6 +54,7 @@ def create_app(engine: Engine, model: ServedModel) -> FastAPI:
         tokenizing.shutdown(wait=False, cancel_futures=True)
 
     app = FastAPI(title="peagle_jax", version=version(), lifespan=lifespan)
+    app.add_middleware(BodyLimit, limit=body_limit(model.max_characters))
     _add_error_handlers(app)
 
     @app.get("/health")
@@ -261,7 +263,8 @@ def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def _http(http: Request, error: HTTPException) -> JSONResponse:
         template = _HTTP_MESSAGES.get(error.status_code, "{detail}")
-        message = template.format(method=http.method, path=http.url.path, detail=error.detail)
+        method, path = http.method[:20], http.url.path[:60]
+        message = template.format(method=method, path=path, detail=error.detail)
         return answer(APIError(message, status=error.status_code), error.headers)
 
     @app.exception_handler(Exception)

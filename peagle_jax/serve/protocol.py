@@ -173,7 +173,7 @@ class GenerationRequest(BaseModel):
             )
         if "" in stop:
             raise PydanticCustomError("stop_empty", "a stop string must not be empty")
-        return tuple(stop)
+        return tuple(map(_check_text, stop))
 
     @field_validator("ignore_eos", mode="before")
     @classmethod
@@ -224,10 +224,11 @@ class Message(BaseModel):
         for part in value:
             kind = part.get("type", "text") if isinstance(part, dict) else "text"
             if kind != "text":
+                found = f"{kind[:60]!a}" if isinstance(kind, str) else type(kind).__name__
                 raise PydanticCustomError(
                     "content_part",
                     "content parts of type {kind} are not supported; send text",
-                    {"kind": ascii(kind)[:60]},
+                    {"kind": found},
                 )
             if not isinstance(part, dict) or not isinstance(part.get("text"), str):
                 raise PydanticCustomError(

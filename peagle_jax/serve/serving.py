@@ -7,8 +7,18 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+from pydantic import ValidationError
+
+from peagle_jax.arguments import CommandError
 from peagle_jax.serve.engine import EngineRequest
-from peagle_jax.serve.protocol import APIError, ChatRequest, CompletionRequest, GenerationRequest
+from peagle_jax.serve.prompt import PromptError, encode, longest_token, render_chat
+from peagle_jax.serve.protocol import (
+    APIError,
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    validation_error,
+)
 from peagle_jax.speculative.decoder import MAX_STOP_IDS
 from peagle_jax.speculative.sampling import SamplingParams
 
@@ -24,9 +34,23 @@ class SamplingDefaults:
 
     @classmethod
     def from_generation_config(cls, values: dict[str, Any]) -> SamplingDefaults:
-        """Reads the known keys; None means absent."""
+        """Reads the known keys; None means absent.
+
+        Raises:
+            CommandError: a value that a request could not have either.
+        """
         names = [field.name for field in dataclasses.fields(cls)]
-        return cls(**{name: values[name] for name in names if values.get(name) is not None})
+        found = {name: values[name] for name in names if values.get(name) is not None}
+        try:
+            GenerationRequest.model_validate(found)
+            SamplingParams(**found)
+        except ValueError as error:
+            reason = validation_error(list(error.errors())) if isinstance(error, ValidationError) else error
+            raise CommandError(
+                f"the model's generation config (generation_config.json, or a GGUF file's general.sampling) "
+                f"is wrong: {reason}; correct the value there, or remove it"
+            ) from error
+        return cls(**found)
 
     def describe(self) -> str:
         """For the start-up report."""
@@ -41,7 +65,11 @@ def unserved_defaults(values: dict[str, Any]) -> list[str]:
         "typical_p": 1,
         "encoder_repetition_penalty": 1,
     }
-    return [f"{name} {values[name]}" for name, off in neutral.items() if values.get(name) not in (None, off)]
+    return [
+        f"{name} {ascii(values[name])[:40]}"
+        for name, off in neutral.items()
+        if values.get(name) not in (None, off)
+    ]
 
 
 @dataclasses.dataclass
@@ -61,12 +89,13 @@ class ServedModel:
 
     def __post_init__(self) -> None:
         self._seeds = random.Random(self.seed)
+        self.max_characters = self.max_model_len * longest_token(self.tokenizer)
 
     def check_name(self, name: str) -> None:
         """Raises APIError (404) for a model that is not served here."""
         if name not in self.names:
             raise APIError(
-                f"the model {name!a} does not exist; this server has {', '.join(self.names)}",
+                f"the model {name[:60]!a} does not exist; this server has {', '.join(self.names)}",
                 status=404,
                 param="model",
                 code="model_not_found",
@@ -86,7 +115,9 @@ class ServedModel:
             prompt, param = self._completion_prompt(body), "prompt"
         else:
             raise TypeError(f"no endpoint for {type(body).__name__}")
-        max_tokens = self._room(len(prompt), body.wanted_tokens, param)
+        self._check_length(len(prompt), param)
+        self._check_ids(prompt, param)  # those of the tokenizer too: it may have been named by itself
+        max_tokens = self._room(len(prompt), body.wanted_tokens)
         self._check_ids(body.stop_token_ids or [], "stop_token_ids")
         stop_ids = frozenset((*(() if body.ignore_eos else self.eos_token_ids), *(body.stop_token_ids or ())))
         if len(stop_ids) > MAX_STOP_IDS:
@@ -106,23 +137,34 @@ class ServedModel:
         )
 
     def _chat_prompt(self, body: ChatRequest) -> list[int]:
-        messages = [message.model_dump() for message in body.messages]
         try:
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # a template is a program of the model's author
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            text = render_chat(self.tokenizer, [message.model_dump() for message in body.messages])
+        except PromptError as error:
             raise APIError(
-                f"the model's chat template refused the messages: {reason}",
+                f"{error}; send other messages, or the text itself to /v1/completions",
                 param="messages",
                 code="invalid_value",
             ) from error
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        return self._encode(text, "messages", special=False)
 
     def _completion_prompt(self, body: CompletionRequest) -> list[int]:
         if isinstance(body.prompt, str):
-            return self.tokenizer.encode(body.prompt)
-        self._check_ids(body.prompt, "prompt")
+            return self._encode(body.prompt, "prompt", special=True)
         return body.prompt
+
+    def _encode(self, text: str, param: str, *, special: bool) -> list[int]:
+        """Token ids of a text that may fit: tokenising one that cannot would hold the next request up."""
+        if len(text) > self.max_characters:
+            raise APIError(
+                f"the prompt has {len(text)} characters; this model's context of {self.max_model_len} tokens "
+                f"takes at most {self.max_characters}; shorten the prompt",
+                param=param,
+                code="context_length_exceeded",
+            )
+        try:
+            return encode(self.tokenizer, text, special=special)
+        except PromptError as error:
+            raise APIError(f"{error}; send another text", param=param, code="invalid_value") from error
 
     def _check_ids(self, ids: Sequence[int], param: str) -> None:
         wrong = next((i for i in ids if not 0 <= i < self.vocab_size), None)
@@ -133,8 +175,7 @@ class ServedModel:
                 code="invalid_value",
             )
 
-    def _room(self, prompt: int, wanted: int | None, param: str) -> int:
-        """How many tokens may be generated."""
+    def _check_length(self, prompt: int, param: str) -> None:
         limit = self.max_model_len
         if prompt == 0:
             raise APIError("the prompt is empty; send at least one token", param=param, code="invalid_value")
@@ -145,6 +186,10 @@ class ServedModel:
                 param=param,
                 code="context_length_exceeded",
             )
+
+    def _room(self, prompt: int, wanted: int | None) -> int:
+        """How many tokens may be generated."""
+        limit = self.max_model_len
         if wanted is None:
             return limit - prompt
         if prompt + wanted > limit:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 from typing import Any
 
-from peagle_jax.commands import CommandError
+from peagle_jax.arguments import CommandError
 from peagle_jax.config import Method
 
 METHODS: dict[str, Method] = {"eagle3": "eagle3", "peagle": "peagle", "p_eagle": "peagle"}
@@ -17,12 +17,14 @@ _FLAG = "--speculative-config"
 class SpeculativeOptions:
     """What the flag asks for; None means that the head decides.
 
-    ``method`` is resolved: vLLM writes P-EAGLE as eagle3 with ``parallel_drafting``.
+    ``method`` is resolved: vLLM writes P-EAGLE as eagle3 with ``parallel_drafting``. ``speculate`` tells
+    that one of these was named, so that a head must be there.
     """
 
     model: str | None = None
     method: Method | None = None
     num_speculative_tokens: int | None = None
+    speculate: bool = False
 
     @property
     def off(self) -> bool:
@@ -61,10 +63,13 @@ def parse_speculative_config(text: str) -> SpeculativeOptions:
             raise CommandError(
                 f"{_FLAG}: {key} must be a {_NAMES[known[key]]}, found {json.dumps(value)[:40]}"
             )
-    tokens = values.get("num_speculative_tokens")
+    model, tokens = values.get("model"), values.get("num_speculative_tokens")
+    if model is not None and not model.strip():
+        raise CommandError(f"{_FLAG}: model is empty; name a folder or a hub id, or leave it out")
     if tokens is not None and tokens < 0:
         raise CommandError(f"{_FLAG}: num_speculative_tokens must be 0 (off) or more, found {tokens}")
-    return SpeculativeOptions(values.get("model"), _method(values), tokens)
+    named = any(values.get(key) is not None for key in ("method", "parallel_drafting"))
+    return SpeculativeOptions(model, _method(values), tokens, named)
 
 
 _NAMES = {str: "string", int: "whole number", bool: "boolean (true or false)"}

@@ -111,7 +111,7 @@ class Decoder:
         self.target, self.drafter, self.spec = target, drafter, spec
         self.max_model_len, self.batch = max_model_len, batch
         self.prefill_chunk = min(prefill_chunk, max_model_len)
-        self.device = device = device or jax.devices()[0]
+        device = device or jax.devices()[0]
         # A CPU computes what it dispatches: reading late only adds a wasted round there.
         self.lookahead = (0 if device.platform == "cpu" else 1) if lookahead is None else lookahead
         self.compilations = 0
@@ -138,12 +138,6 @@ class Decoder:
         k, rounds = self.spec.num_speculative_tokens, self.spec.rounds
         return max(self.prefill_chunk, rounds * (k + 1) + 2 * k + 1)
 
-    def state_bytes(self) -> int:
-        """Bytes of the largest state, the KV caches almost all of them."""
-        request = Request([0], max_tokens=1)
-        state = jax.eval_shape(lambda: self._empty_state([request], self._sizes[-1]))
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
-
     def _cache_sizes(self) -> list[int]:
         sizes, size = [], SMALLEST_CACHE
         while size < self.max_model_len:
@@ -165,16 +159,12 @@ class Decoder:
     # -- state -------------------------------------------------------------------------------
 
     def _fresh_state(self, requests: Sequence[Request], slots: int) -> DecodeState:
-        state = self._empty_state(requests, slots)
-        return jax.device_put(jax.tree.map(lambda x: x[None], state), self._sharding)
-
-    def _empty_state(self, requests: Sequence[Request], slots: int) -> DecodeState:
         rows = [*requests, *[Request([0], max_tokens=0)] * (self.batch - len(requests))]
         stops = np.full((self.batch, MAX_STOP_IDS), -1, np.int32)
         for row, request in zip(stops, rows, strict=True):
             row[: len(request.stop_ids)] = sorted(request.stop_ids)
         limits = [min(len(r.prompt) + r.max_tokens, self.max_model_len) for r in rows]
-        return empty_state(
+        state = empty_state(
             self.target,
             self.drafter,
             num_speculative_tokens=self.spec.num_speculative_tokens,
@@ -185,6 +175,7 @@ class Decoder:
             dtype=self._cache_dtype,
             stacked=self._stacked,
         )
+        return jax.device_put(jax.tree.map(lambda x: x[None], state), self._sharding)
 
     def _chunk(self, requests: Sequence[Request], start: int) -> Chunk:
         width = self.prefill_chunk

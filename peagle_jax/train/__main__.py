@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
-from peagle_jax.arguments import Parser
+from peagle_jax.arguments import CommandError, Parser, named, run_command
 from peagle_jax.train.recipe import load_recipe
 
 DESCRIPTIONS = {
@@ -47,8 +47,12 @@ def parser(command: str) -> Parser:
         add = made.add_argument
         add("--prompts", nargs="+", required=True, help=".jsonl or .jsonl.gz with prompt or messages")
         add("--out", required=True, help="the .jsonl to write, or to go on with")
-        add("--model", help="a Hugging Face folder or hub id, or a .gguf file (default: the embedded model)")
-        add("--tokenizer", help="a folder or hub id with another tokenizer")
+        add(
+            "--model",
+            type=named,
+            help="a Hugging Face folder or hub id, or a .gguf file (default: the embedded model)",
+        )
+        add("--tokenizer", type=named, help="a folder or hub id with another tokenizer")
         add(
             "--dtype",
             default="bfloat16",
@@ -106,16 +110,15 @@ def main(argv: list[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     command = words.pop(0) if words and words[0] in COMMANDS else "run"
     arguments = parser(command).parse_args(words)
-    try:
-        dispatch(command, arguments, Console(soft_wrap=True))
-    except ValueError as error:
-        print(f"error: {' '.join(str(error).splitlines())}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        print(f"error: {where}{error.strerror or error}; run it again when that is mended", file=sys.stderr)
-        return 2
-    return 0
+
+    def run() -> int:
+        try:
+            dispatch(command, arguments, Console(soft_wrap=True))
+        except ValueError as error:  # configs, vocabularies and data have errors of their own
+            raise CommandError(str(error)) from error
+        return 0
+
+    return run_command(run)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -60,6 +61,7 @@ def running(
     max_model_len: int = CONTEXT,
     wait: bool = True,
     finish_within: float = 1.0,
+    sock: socket.socket | None = None,
 ) -> Iterator[Server]:
     tokenizer = tokenizer or byte_tokenizer()
     engine = Engine(decoder, copy.deepcopy(tokenizer), k)
@@ -68,7 +70,7 @@ def running(
     model = ServedModel(
         ["tiny", "alias"], tokenizer, max_model_len, vocab_size, (eos,), defaults or SamplingDefaults()
     )
-    sock = bind("127.0.0.1", 0)
+    sock = sock or bind("127.0.0.1", 0)
     server = PeagleServer(create_app(engine, model), engine, finish_within)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
     thread.start()

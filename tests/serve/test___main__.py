@@ -16,7 +16,10 @@ import httpx
 import pytest
 
 from peagle_jax import commands
+from peagle_jax.arguments import CommandError, run_command
 from peagle_jax.serve import __main__ as command
+from tests.serve.conftest import running
+from tests.serve.doubles import says
 from tests.serve.tiny_model import write_head, write_model
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 def refused(argv: list[str], capsys) -> str:
     """The one line that a wrong command line gets."""
     try:
-        status = commands.run_command(lambda: command.main(argv))
+        status = run_command(lambda: command.main(argv))
     except SystemExit as stop:
         status = stop.code
     out, err = capsys.readouterr()
@@ -53,6 +56,20 @@ def refused(argv: list[str], capsys) -> str:
         (["--port", "0", "--host", "x" * 64 + ".org"], "choose another --host or --port"),
         (["--speculative-config", "[" * 100_000], "is not JSON"),
         (["--port", "99999"], "cannot listen on 127.0.0.1:99999"),
+        ([""], "MODEL: is empty; name one, or leave it out"),
+        (["--model", ""], "--model: is empty"),
+        (["--tokenizer", " "], "--tokenizer: is empty"),
+        (["--revision", ""], "--revision: is empty"),
+        (["--host", ""], "--host: is empty"),
+        (["--served-model-name", "a", ""], "--served-model-name: is empty"),
+        (["--served-model-name", "caf\udce9"], "--served-model-name: is not UTF-8 text at character 3"),
+        (["", "--model", "b"], "MODEL: is empty"),
+        (["--speculative-config", '{"model": ""}'], "model is empty"),
+        (["--port", "0", "--revision", "main"], "but the model is the embedded model"),
+        (["--port", "0", "/tmp", "--revision", "main"], "but the model is /tmp, which is on this machine"),
+        (["--port", "0", "x/y", "--speculative-config", '{"method": "eagle3"}'], "there is no head for x/y"),
+        (["--port", "0", "/" + "x" * 5000], "(File name too long)"),
+        (["--port", "0", "~nobody-here/x"], "is no path that can be opened"),
     ],
 )
 def test_wrong_command_lines_are_one_line_and_status_2(capsys, argv, words):
@@ -66,6 +83,24 @@ def test_a_busy_port_is_told_before_anything_is_loaded(capsys, monkeypatch):
         taken.listen()
         port = taken.getsockname()[1]
         assert f"cannot listen on 127.0.0.1:{port}" in refused(["--port", str(port)], capsys)
+
+
+def test_two_servers_cannot_have_one_port_while_they_load():
+    with command.bind("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(CommandError, match=f"cannot listen on 127.0.0.1:{port}: .*choose another"):
+            command.bind("127.0.0.1", port)
+
+
+def test_a_request_that_comes_while_the_model_loads_is_answered_when_it_is_there():
+    sock = command.bind("127.0.0.1", 0)
+    with socket.create_connection(sock.getsockname(), timeout=60) as early:
+        early.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        with running(says("x"), sock=sock):
+            answer = b""
+            while part := early.recv(4096):
+                answer += part
+    assert answer.startswith(b"HTTP/1.1 200")
 
 
 def test_help_teaches_the_json_keys(capsys):

@@ -91,6 +91,7 @@ def test_completions_refuse_their_own(server, field, value):
         ({"max_tokens": 2.5}, "max_tokens", "valid integer"),
         ({"stop": ["a", "b", "c", "d", "e"]}, "stop", "at most 4 stop strings, found 5"),
         ({"stop": [""]}, "stop", "must not be empty"),
+        ({"stop": ["ab", "c\ud800"]}, "stop", "expected valid Unicode"),
         ({"stop": 5}, "stop", "a string or a list of strings"),
         ({"stop_token_ids": [10**9]}, "stop_token_ids", "token id 1000000000 is not in the vocabulary"),
         ({"stop_token_ids": list(range(20))}, "stop_token_ids", "at most 16 are possible, found 21"),
@@ -111,6 +112,11 @@ def test_completions_refuse_their_own(server, field, value):
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
             "messages.0.content",
             "type 'image_url' are not supported",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": [["x"]]}]}]},
+            "messages.0.content",
+            "type list are not supported",
         ),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content", "parts like"),
         ({"messages": [{"role": "nobody", "content": "x"}]}, "messages", "nobody may not speak"),
@@ -166,6 +172,48 @@ def test_a_prompt_longer_than_the_context_is_refused_with_both_lengths(server):
     assert "500 tokens" in error["message"]
     assert str(CONTEXT) in error["message"]
     assert error["code"] == "context_length_exceeded"
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(server):
+    most = CONTEXT * len("<|start|>")
+    assert "1800 tokens" in refused(server.post("/v1/completions", prompt="x" * most))["message"]
+    for path, body, param in (
+        ("/v1/completions", {"prompt": "x" * (most + 1)}, "prompt"),
+        ("/v1/chat/completions", {"messages": user("x" * most)}, "messages"),
+    ):
+        error = refused(server.post(path, **body))
+        assert (
+            f"characters; this model's context of {CONTEXT} tokens takes at most {most}" in error["message"]
+        )
+        assert (error["param"], error["code"]) == (param, "context_length_exceeded")
+    ids = refused(server.post("/v1/completions", prompt=[10**9] * CONTEXT))  # counted before they are read
+    assert ids["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_beyond_every_prompt_is_413_and_the_connection_lives_on(server, chunked):
+    body = json.dumps({"prompt": "hi", "user": "x" * 1_100_000}).encode()
+    content = (body[i : i + 100_000] for i in range(0, len(body), 100_000)) if chunked else body
+    headers = {"content-type": "application/json"}
+    error = refused(server.http.post("/v1/completions", content=content, headers=headers), 413)
+    assert "the body has more than 1070176 bytes" in error["message"]
+    assert error["type"] == "invalid_request_error"
+    assert server.post("/v1/completions", prompt="hi").status_code == 200
+
+
+def test_what_a_client_sends_is_not_echoed_at_length(server):
+    long = "x" * 9000
+    for response, status in (
+        (server.post("/v1/completions", prompt="hi", model=long), 404),
+        (server.http.get(f"/v1/models/{long}"), 404),
+        (server.http.get(f"/{long}"), 404),
+        (server.http.request("BREW" * 50, "/v1/completions"), 405),
+        (server.post("/v1/completions", prompt="hi", temperature=long), 400),
+        (server.post("/v1/chat/completions", messages=[{"role": long, "content": 5}]), 400),
+        (server.post("/v1/chat/completions", messages=[{"role": "user", "content": [{"type": long}]}]), 400),
+        (server.post("/v1/completions", prompt="hi", stop_token_ids=[10**2000]), 400),
+    ):
+        assert len(refused(response, status)["message"]) < 250
 
 
 def test_a_prompt_that_leaves_no_room_is_refused_and_one_less_gives_one_token(server):
@@ -236,6 +284,12 @@ def test_another_model_is_404(server):
 def test_other_routes_and_methods_have_the_shape_too(server):
     refused(server.http.get("/v1/nothing"), 404)
     refused(server.http.get("/v1/completions"), 405)
+
+
+def test_a_tokenizer_of_another_model_is_told_of_its_first_foreign_token(serve):
+    server = serve(says("x"), vocab_size=200)
+    error = refused(server.post("/v1/completions", prompt=" the"))
+    assert "is not in the vocabulary of 200" in error["message"]
 
 
 def test_a_model_without_a_chat_template_refuses_chat_only(serve):

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from peagle_jax.commands import CommandError
+from peagle_jax.arguments import CommandError
 from peagle_jax.serve.speculative_config import OFF, SpeculativeOptions, parse_speculative_config
 
 
@@ -16,7 +16,7 @@ def parse(**values) -> SpeculativeOptions:
 
 def test_vllms_reference_config_is_p_eagle():
     options = parse(method="eagle3", model="m", num_speculative_tokens=7, parallel_drafting=True)
-    assert options == SpeculativeOptions("m", "peagle", 7)
+    assert options == SpeculativeOptions("m", "peagle", 7, speculate=True)
 
 
 @pytest.mark.parametrize("name", ["peagle", "p_eagle"])
@@ -27,7 +27,16 @@ def test_both_names_of_the_method_are_taken(name):
 def test_what_is_left_out_is_for_the_head_to_say():
     assert parse() == SpeculativeOptions(None, None, None)
     assert parse(method="eagle3").method is None  # how vLLM names both kinds
-    assert parse(method=None, model=None) == SpeculativeOptions()
+    assert parse(method=None, model=None, parallel_drafting=None) == SpeculativeOptions()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"method": "eagle3"}, {"method": "peagle"}, {"parallel_drafting": True}, {"parallel_drafting": False}],
+)
+def test_naming_a_method_asks_for_speculation(values):
+    assert parse(**values).speculate
+    assert not parse(model="m", num_speculative_tokens=2).speculate
 
 
 def test_parallel_drafting_decides_alone():
@@ -55,6 +64,8 @@ def test_null_and_zero_tokens_are_off():
         ({"num_speculative_tokens": 2.0}, "must be a whole number, found 2.0"),
         ({"parallel_drafting": "true"}, "must be a boolean"),
         ({"model": 3}, "model must be a string"),
+        ({"model": ""}, "model is empty; name a folder or a hub id"),
+        ({"model": " "}, "model is empty; name a folder or a hub id"),
         (
             {"method": "peagle", "parallel_drafting": False},
             "drafts in parallel, but parallel_drafting is false",

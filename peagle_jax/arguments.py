@@ -46,6 +46,16 @@ def named(value: str) -> str:
     return utf8(value)
 
 
+def add_model(parser: Parser) -> None:
+    """The arguments that name a target."""
+    parser.add_argument(
+        "--model",
+        type=named,
+        help="a Hugging Face folder or hub id, or a .gguf file (default: the embedded model)",
+    )
+    parser.add_argument("--tokenizer", type=named, help="a folder or hub id with another tokenizer")
+
+
 class CommandError(ValueError):
     """A command that cannot run as asked; one line: found, expected, what to do."""
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from peagle_jax import commands
-from peagle_jax.arguments import CommandError, Parser, named, run_command, utf8
+from peagle_jax.arguments import CommandError, Parser, add_model, named, run_command, utf8
 from peagle_jax.commands import Loaded
 from peagle_jax.config import TargetConfig
 from peagle_jax.layers.attention import packed_attention
@@ -154,12 +154,7 @@ def build_parser() -> Parser:
     )
     add = parser.add_argument
     add("--prompt", type=utf8, required=True, help="the user's message; - reads it from standard input")
-    add(
-        "--model",
-        type=named,
-        help="a Hugging Face folder or hub id, or a .gguf file (default: the embedded model)",
-    )
-    add("--tokenizer", type=named, help="a folder or hub id with another tokenizer")
+    add_model(parser)
     add("--revision", type=named, help="of the model's hub id")
     add(
         "--head",

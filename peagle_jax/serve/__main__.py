@@ -18,7 +18,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from peagle_jax import commands
-from peagle_jax.arguments import CommandError, Parser, named, run_command, utf8
+from peagle_jax.arguments import CommandError, Parser, add_model, named, run_command, utf8
 from peagle_jax.serve.app import create_app, version
 from peagle_jax.serve.engine import Engine
 from peagle_jax.serve.serving import SamplingDefaults, ServedModel, unserved_defaults
@@ -52,12 +52,7 @@ def build_parser() -> Parser:
     )
     add = parser.add_argument
     add("model_tag", nargs="?", type=named, metavar="MODEL", help="same as --model")
-    add(
-        "--model",
-        type=named,
-        help="a Hugging Face folder or hub id, or a .gguf file (default: the embedded model)",
-    )
-    add("--tokenizer", type=named, help="a folder or hub id with another tokenizer")
+    add_model(parser)
     add("--revision", type=named, help="of the model's hub id")
     add("--speculative-config", type=utf8, metavar="JSON", help="the head and how it drafts; see below")
     add(

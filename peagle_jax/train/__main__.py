@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
-from peagle_jax.arguments import CommandError, Parser, named, run_command
+from peagle_jax.arguments import CommandError, Parser, add_model, run_command
 from peagle_jax.train.recipe import load_recipe
 
 DESCRIPTIONS = {
@@ -47,12 +47,7 @@ def parser(command: str) -> Parser:
         add = made.add_argument
         add("--prompts", nargs="+", required=True, help=".jsonl or .jsonl.gz with prompt or messages")
         add("--out", required=True, help="the .jsonl to write, or to go on with")
-        add(
-            "--model",
-            type=named,
-            help="a Hugging Face folder or hub id, or a .gguf file (default: the embedded model)",
-        )
-        add("--tokenizer", type=named, help="a folder or hub id with another tokenizer")
+        add_model(made)
         add(
             "--dtype",
             default="bfloat16",

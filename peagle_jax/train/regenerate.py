@@ -16,10 +16,10 @@ from rich.console import Console
 
 from peagle_jax.checkpoint.model import LoadedTarget, load_target
 from peagle_jax.speculative.decoder import Decoder, Request
-from peagle_jax.speculative.sampling import SamplingParams
+from peagle_jax.speculative.sampling import HIGHEST_TEMPERATURE, SamplingParams
 from peagle_jax.train.places import check_path, check_writable
 from peagle_jax.train.progress import progress_bar
-from peagle_jax.train.ranges import AT_ONCE, COUNT, COUNT_OR_NONE, FACTOR, SEED, check_number
+from peagle_jax.train.ranges import AT_ONCE, COUNT, COUNT_OR_NONE, SEED, check_number
 from peagle_jax.train.recipe import TrainError
 from peagle_jax.train.records import RecordError, check_unicode, name_of, read_records, record_id
 from peagle_jax.train.tokens import ConversationEncoder
@@ -29,7 +29,7 @@ RANGES = {
     "batch": AT_ONCE,
     "max_tokens": COUNT,
     "max_model_len": "[2, 2147483647]",
-    "temperatures": FACTOR,
+    "temperatures": f"[0, {HIGHEST_TEMPERATURE:g}]",
     "seed": SEED,
     "limit": COUNT_OR_NONE,
 }

@@ -94,7 +94,7 @@ def main() -> int:
     add = parser.add_argument
     add("--prompts", action="append", required=True, help="JSONL with turns or prompt; repeat for more sets")
     add("--limit", type=int, help="take the first N prompts of each set")
-    add("--every", type=int, default=1, help="take every Nth prompt, so that a few span all categories")
+    add("--spread", type=int, metavar="N", help="take at most N prompts of each set, evenly spread over it")
     add("--max-tokens", type=int, default=128)
     add("--head", action="append", help="a head's folder; repeat for more (default: the shipped head)")
     add(
@@ -125,7 +125,8 @@ def main() -> int:
         "sets": {},
     }
     for path in args.prompts:
-        prompts = read_prompts(path)[:: args.every][: args.limit]
+        prompts = read_prompts(path)
+        prompts = prompts[:: -(-len(prompts) // (args.spread or len(prompts)))][: args.limit]
         name = Path(path).name.split(".")[0]
         report["sets"][name] = {"prompts": len(prompts), **decode_set(methods, prompts, args.max_tokens)}
         if args.out:

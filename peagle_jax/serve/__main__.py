@@ -116,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, value in lines:
         print(f"  {name:<14} {value}", flush=True)
 
-    url = f"http://{args.host}:{sock.getsockname()[1]}"
+    url = url_of(args.host, sock.getsockname()[1])
     failure: list[Exception] = []
 
     def on_warm(outcome: float | Exception) -> None:
@@ -170,6 +170,11 @@ def bind(host: str, port: int) -> socket.socket:
             f"cannot listen on {host}:{port}: {error}; choose another --host or --port"
         ) from error
     return sock
+
+
+def url_of(host: str, port: int) -> str:
+    """The server's address, with the brackets that an IPv6 one needs."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class Server(uvicorn.Server):

@@ -103,6 +103,11 @@ def test_a_request_that_comes_while_the_model_loads_is_answered_when_it_is_there
     assert answer.startswith(b"HTTP/1.1 200")
 
 
+def test_an_address_is_one_that_clients_take():
+    assert command.url_of("127.0.0.1", 80) == "http://127.0.0.1:80"
+    assert command.url_of("::1", 80) == "http://[::1]:80"
+
+
 def test_help_teaches_the_json_keys(capsys):
     with pytest.raises(SystemExit) as stop:
         command.main(["--help"])

@@ -15,6 +15,14 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 NEGATIVE = -1e30  # finite, so that a fully masked row never yields NaN
 
+SCORES = 2**26
+"""Scores that a block of queries may have against all keys: 256 MB of float32."""
+
+
+def rows_at_once(heads: int, keys: int) -> int:
+    """Queries of a block whose scores stay within SCORES; at least 16, fewer would waste the matrix unit."""
+    return max(16, SCORES // (heads * keys))
+
 
 def grouped(q: Float[Array, "b t n h"], num_kv_heads: int) -> Float[Array, "b g rt h"]:
     """Query heads as rows of their kv head: (B, T, N, H) -> (B, G, N/G * T, H)."""
@@ -76,8 +84,8 @@ def packed_attention(
 
     ``dtype`` is the operands' (float32 by default; accumulation is float32). Queries go in blocks
     of ``block`` that read keys up to their own end only, which skips most of the masked half. Rows
-    of more than ``unrolled`` blocks read all keys, a block at a time, recomputed in the reverse
-    pass, so that no n x n array lives.
+    of more than ``unrolled`` blocks read all keys, a block (or less of very long rows) at a time,
+    recomputed in the reverse pass, so that no n x n array lives.
     """
     b, n, heads, h = q.shape
     g = k.shape[2]
@@ -104,6 +112,7 @@ def packed_attention(
             for s, end in zip(range(0, n, block), ends, strict=True)
         ]
         return jnp.concatenate(parts, axis=1)
+    block = min(block, rows_at_once(heads * b, n))
     pad = -n % block
     q = jnp.pad(q, ((0, 0), (0, pad), (0, 0), (0, 0))).reshape(b, -1, block, heads, h).swapaxes(0, 1)
     ids = jnp.pad(segment_ids, ((0, 0), (0, pad))).reshape(b, -1, block).swapaxes(0, 1)

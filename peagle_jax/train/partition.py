@@ -13,6 +13,7 @@ computed twice and only one segment is alive at a time.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast
 
 import jax
@@ -22,7 +23,7 @@ from jaxtyping import Array, Float
 
 from peagle_jax.config import DrafterConfig
 from peagle_jax.drafter.head import DrafterParams, draft_logits, fuse, run_head
-from peagle_jax.layers.attention import NEGATIVE, grouped, packed_attention, ungrouped
+from peagle_jax.layers.attention import NEGATIVE, grouped, packed_attention, rows_at_once
 from peagle_jax.layers.linear import vocabulary_product
 from peagle_jax.train.losses import LossKind, Metrics, agrees, distillation_loss
 from peagle_jax.train.remat import Remat, rematerialised
@@ -120,16 +121,65 @@ def _starts(counts: tuple[int, ...]) -> list[int]:
     return [sum(counts[:i]) for i in range(len(counts))]
 
 
+def context_attention(
+    q: Array, k: Array, v: Array, sees: Callable[..., Array], rows: tuple[Array, ...], dtype: jnp.dtype
+) -> tuple[Array, Array, Array]:
+    """Rows q (B, M, N, H), scaled, over keys and values (B, n, G, H), as one part of a softmax.
+
+    ``sees(*rows)`` is the mask (B, M, n) of ``rows``, arrays (B, M). Returns the sums of exp(score - top)
+    times values (B, M, G, r, H), and of exp(score - top), and top, each (B, M, G, r). Where the scores are
+    many, rows go in blocks that are recomputed in the reverse pass.
+    """
+    b, m, heads, h = q.shape
+    groups = k.shape[2]
+    k, v = k.astype(dtype), v.astype(dtype)
+
+    def part(q: Array, *rows: Array) -> tuple[Array, Array, Array]:
+        t = q.shape[1]
+
+        def by_row(x: Array) -> Array:
+            """(B, G, r, t, ...) -> (B, t, G, r, ...)"""
+            return jnp.moveaxis(x, 3, 1)
+
+        mask = sees(*rows)[:, None, None]
+        scores = jnp.einsum(
+            "bgmh,bsgh->bgms", grouped(q, groups).astype(dtype), k, preferred_element_type=jnp.float32
+        )
+        scores = jnp.where(mask, scores.reshape(b, groups, -1, t, k.shape[1]), NEGATIVE)
+        top = jax.lax.stop_gradient(scores.max(-1))
+        p = jnp.exp(scores - top[..., None])
+        flat = p.astype(dtype).reshape(b, groups, -1, k.shape[1])
+        out = jnp.einsum("bgms,bsgh->bgmh", flat, v, preferred_element_type=jnp.float32)
+        return by_row(out.reshape(b, groups, -1, t, h)), by_row(p.sum(-1)), by_row(top)
+
+    block = rows_at_once(heads * b, k.shape[1])
+    if m <= block:
+        return part(q, *rows)
+    pad = -m % block
+
+    def blocks(x: Array) -> Array:
+        x = jnp.pad(x, ((0, 0), (0, pad)) + ((0, 0),) * (x.ndim - 2))
+        return x.reshape(b, -1, block, *x.shape[2:]).swapaxes(0, 1)
+
+    def whole(x: Array) -> Array:
+        return x.swapaxes(0, 1).reshape(b, m + pad, *x.shape[3:])[:, :m]
+
+    parts = jax.lax.map(lambda xs: jax.checkpoint(part)(*xs), tuple(blocks(x) for x in (q, *rows)))
+    return cast(tuple[Array, Array, Array], jax.tree.map(whole, parts))
+
+
 def rollout_attention(
     q: Array,
     k: Array,
     v: Array,
     context: tuple[Array, Array],
-    visible: Array,
+    sees: Callable[..., Array],
+    rows: tuple[Array, ...],
     counts: tuple[int, ...],
     dtype: jnp.dtype,
 ) -> Array:
-    """Mask rows over the depth-0 keys (``visible`` (B, M, n)) and over their own rollout.
+    """Mask rows over the depth-0 keys that ``sees(*rows)`` shows, and over their own rollout: two parts
+    of one softmax, joined by their largest scores.
 
     q (B, M, N, H); k and v (B, M, G, H) of the segment's rows; context k and v (B, n, G, H).
     """
@@ -137,22 +187,13 @@ def rollout_attention(
     groups = context[0].shape[2]
     k, v = (jnp.broadcast_to(x, (b, m, groups, h)) for x in (k, v))
     q = q * h**-0.5
-    k0, v0 = (x.astype(dtype) for x in context)
-    rows = grouped(q, groups).astype(dtype)
-    old = jnp.einsum("bgmh,bsgh->bgms", rows, k0, preferred_element_type=jnp.float32)
-    old = old.reshape(b, groups, -1, m, old.shape[-1])
-    old = jnp.where(visible[:, None, None], old, NEGATIVE)
-
-    own = _own_scores(q.reshape(b, m, groups, -1, h), k, counts).transpose(0, 2, 3, 1, 4)
-    top = jax.lax.stop_gradient(jnp.maximum(old.max(-1), own.max(-1)))[..., None]
-    p_old, p_own = jnp.exp(old - top), jnp.exp(own - top)
-    total = p_old.sum(-1) + p_own.sum(-1)  # (B, G, r, M)
-    p_flat = p_old.astype(dtype).reshape(b, groups, -1, p_old.shape[-1])
-    out = jnp.einsum("bgms,bsgh->bgmh", p_flat, v0, preferred_element_type=jnp.float32)
-    out = ungrouped(out / total.reshape(b, groups, -1, 1), m)
-    own_out = _own_values(p_own.transpose(0, 3, 1, 2, 4), v, counts)
-    own_out = own_out / total.transpose(0, 3, 1, 2)[..., None]
-    return out + own_out.reshape(b, m, n * h)
+    out, total, top = context_attention(q, *context, sees, rows, dtype)
+    own = _own_scores(q.reshape(b, m, groups, -1, h), k, counts)  # (B, M, G, r, K-1)
+    joint = jax.lax.stop_gradient(jnp.maximum(top, own.max(-1)))
+    p_own, share = jnp.exp(own - joint[..., None]), jnp.exp(top - joint)
+    total = total * share + p_own.sum(-1)
+    out = out * share[..., None] + _own_values(p_own, v, counts)
+    return (out / total[..., None]).reshape(b, m, n * h)
 
 
 def segment_rows(batch: Batch, anchors: Array, lengths: Array, counts: tuple[int, ...]) -> tuple:
@@ -175,12 +216,16 @@ def rollout_hidden(
     """Pre-norm hidden states of a segment's mask rows."""
     anchor, depth, real = segment_rows(batch, anchors, lengths, counts)
     along = jnp.arange(batch.tokens.shape[1])
-    ids = jnp.take_along_axis(batch.segment_ids, anchor, axis=1)
-    visible = (along <= anchor[..., None]) & (batch.segment_ids[:, None] == ids[..., None]) & real[..., None]
+
+    def sees(anchor: Array, ids: Array, real: Array) -> Array:
+        same = batch.segment_ids[:, None] == ids[..., None]
+        return (along <= anchor[..., None]) & same & real[..., None]
+
+    rows = (anchor, jnp.take_along_axis(batch.segment_ids, anchor, axis=1), real)
     positions = jnp.take_along_axis(batch.positions, anchor, axis=1) + depth
     dtype = params.fc.dtype
     attends = [
-        lambda q, k, v, kv=kv: rollout_attention(q, k, v, kv, visible, counts, dtype) for kv in context
+        lambda q, k, v, kv=kv: rollout_attention(q, k, v, kv, sees, rows, counts, dtype) for kv in context
     ]
     # Every mask row has the same input, so fc and the first projections run for one row.
     token = jnp.full((1, 1), cfg.mask_token_id)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from peagle_jax.layers.attention import cached_attention, causal_mask, packed_attention
+from peagle_jax.layers.attention import cached_attention, causal_mask, packed_attention, rows_at_once
 
 B, T, S, N, G, H = 2, 3, 7, 6, 2, 4
 
@@ -48,6 +48,16 @@ def test_documents_of_a_packed_row_stand_apart(options):
     got = packed_attention(q, k, v, ids, **options)
     mask = (np.array(ids)[:, :, None] == np.array(ids)[:, None]) & np.tril(np.ones((n, n), bool))
     np.testing.assert_allclose(got, dense(np.array(q), k, v, mask), atol=1e-5)
+
+
+def test_long_rows_of_many_heads_are_read_in_smaller_blocks():
+    assert rows_at_once(9, 512) == 2**26 // (9 * 512)
+    assert rows_at_once(64, 131072) == 16
+    q, k = (jax.ShapeDtypeStruct((1, 2**17, heads, 64), jnp.bfloat16) for heads in (64, 8))
+    ids = jax.ShapeDtypeStruct((1, 2**17), jnp.int32)
+    program = str(jax.make_jaxpr(lambda *x: packed_attention(*x, jnp.bfloat16))(q, k, k, ids))
+    assert "f32[1,8,8,16,131072]" in program  # a block's scores: 512 MB
+    assert "f32[1,8,8,128,131072]" not in program  # what short rows would take
 
 
 def test_blockwise_rows_have_the_gradients_of_whole_rows():

@@ -7,6 +7,7 @@ import pytest
 
 from peagle_jax.drafter.head import draft_logits, fuse, run_head
 from peagle_jax.layers.attention import NEGATIVE, grouped, ungrouped
+from peagle_jax.train import partition
 from peagle_jax.train.partition import Batch, peagle_loss, shifted, supervised
 from tests.tiny import TARGET, head_config, head_params
 
@@ -120,6 +121,30 @@ def test_what_is_kept_for_the_reverse_pass_changes_nothing(kind):
         assert jnp.isfinite(a).all()
         for b in others:
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_rows_in_blocks_give_the_same_loss_and_gradients(monkeypatch):
+    cfg = head_config(num_layers=2)
+    batch, counts, _ = make_batch(1)
+    target_head = jax.random.normal(jax.random.key(5), (31, TARGET.hidden_size))
+    params = head_params(cfg).replace(draft_to_target=None)
+
+    def run():
+        loss = jax.jit(jax.value_and_grad(lambda p: peagle_loss(p, cfg, target_head, batch, counts)[0]))
+        return jax.tree.leaves(loss(params))
+
+    whole = run()
+    asked = []
+
+    def few(heads, keys):
+        asked.append((heads, keys))
+        return 3
+
+    monkeypatch.setattr(partition, "rows_at_once", few)
+    assert sum(counts) % 3 and sum(counts) > 6
+    for a, b in zip(whole, run(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+    assert set(asked) == {(2 * cfg.block.num_heads, N)}
 
 
 def test_counts_and_accuracy_are_reported_per_depth():

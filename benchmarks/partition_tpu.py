@@ -23,7 +23,7 @@ from jax.experimental import topologies
 from machine import describe_machine
 from partition import make_config, numbers, our_step
 
-from peagle_jax.arguments import run_command
+from peagle_jax.arguments import CommandError, run_command
 from peagle_jax.config import DrafterConfig
 from peagle_jax.models.stack import TargetParams
 from peagle_jax.train.cod import CodOptions, depth_counts
@@ -83,6 +83,8 @@ def main() -> int:
         step = jax.jit(our_step(cfg, depth_counts(n, options)))
         began = time.perf_counter()
         memory = step.lower(*abstract_arguments(cfg, n, options, device)).compile().memory_analysis()
+        if memory is None:
+            raise CommandError("XLA has no memory analysis of this program; update jax and libtpu")
         report["lengths"][n] = {
             "segments": options.segments,
             "temporary_bytes": memory.temp_size_in_bytes,

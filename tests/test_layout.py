@@ -31,7 +31,12 @@ FORBIDDEN_EVERYWHERE = {"torch", "vllm", "speculators", "tensorflow"}
 MAX_LINES = 400
 
 # Tests of the whole rather than of one module.
-WITHOUT_COUNTERPART = ("tests/parity", "tests/packaging", "tests/test_layout.py")
+WITHOUT_COUNTERPART = (
+    "tests/parity",
+    "tests/packaging",
+    "tests/test_layout.py",
+    "tests/train/test_recipes.py",  # of train/*.yaml
+)
 
 
 def python_files(*folders: str) -> list[Path]:

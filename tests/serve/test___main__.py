@@ -68,7 +68,7 @@ def refused(argv: list[str], capsys) -> str:
         (["--port", "0", "--revision", "main"], "but the model is the embedded model"),
         (["--port", "0", "/tmp", "--revision", "main"], "but the model is /tmp, which is on this machine"),
         (["--port", "0", "x/y", "--speculative-config", '{"method": "eagle3"}'], "there is no head for x/y"),
-        (["--port", "0", "/" + "x" * 5000], "(File name too long)"),
+        (["--port", "0", "/" + "x" * 5000], "no path that can be opened: File name too long"),
         (["--port", "0", "~nobody-here/x"], "is no path that can be opened"),
     ],
 )

@@ -310,7 +310,7 @@ def test_a_trained_embedding_is_the_heads_own_and_goes_on_from_there(prepared, t
     _, params = load_head(str(folder), TARGET, tiny_target.params)
     moved = jnp.abs(params.embed - tiny_target.params.embed).max(-1)
     assert moved[tiny_run.SPARE] > 0.01  # the mask token's row is in every deeper row
-    again = {"output": "again", "init": {"source": "head", "head": str(folder)}}
+    again = {"output": str(prepared / "again"), "init": {"source": "head", "head": str(folder)}}
     settings |= {"optimizer": {"steps": 1, "learning_rate": 1e-9}}
     _, second = load_head(
         str(train(tiny_run.recipe(prepared, **settings, **again), console)), TARGET, tiny_target.params

@@ -199,6 +199,20 @@ def make_batch(cfg: DrafterConfig, n: int, options: CodOptions, dtype: Any) -> B
     )
 
 
+def sampling(n: int, args: argparse.Namespace) -> CodOptions:
+    """COD with as many segments as hold about ``--segment-rows`` mask rows each."""
+    masks = sum(depth_counts(n, CodOptions(args.depths, args.ratio)))
+    return CodOptions(args.depths, args.ratio, segments=max(1, round(masks / args.segment_rows)))
+
+
+def memory_of(compiled: jax.stages.Compiled) -> Any:
+    """XLA's analysis of a program's memory. Raises CommandError where it has none."""
+    analysis = compiled.memory_analysis()
+    if analysis is None:
+        raise CommandError("XLA has no memory analysis of this program; update jax")
+    return analysis
+
+
 class Measured(NamedTuple):
     """``seconds`` is None where only the memory was asked for."""
 
@@ -211,10 +225,7 @@ class Measured(NamedTuple):
 def measure(step: Callable, arguments: tuple, repeats: int) -> Measured:
     """Compiles a step, and runs it ``repeats`` times (0: never)."""
     compiled = jax.jit(step).lower(*arguments).compile()
-    analysis = compiled.memory_analysis()
-    if analysis is None:
-        raise CommandError(f"XLA has no memory analysis on {jax.default_backend()}")
-    memory = analysis.temp_size_in_bytes
+    memory = memory_of(compiled).temp_size_in_bytes
     best, loss, gradient = None, None, None
     for _ in range(repeats):
         start = time.perf_counter()
@@ -236,8 +247,7 @@ def difference(a: DrafterParams, b: DrafterParams) -> float:
 def measure_length(n: int, cfg: DrafterConfig, params: tuple, args: argparse.Namespace) -> dict[str, Any]:
     """Every way at one length, with ratios to ours."""
     dtype = jnp.dtype(args.dtype)
-    masks = sum(depth_counts(n, CodOptions(args.depths, args.ratio)))
-    options = CodOptions(args.depths, args.ratio, segments=max(1, round(masks / args.segment_rows)))
+    options = sampling(n, args)
     batch = make_batch(cfg, n, options, dtype)
     anchor, depth = rollout_rows(np.asarray(batch.anchors), np.asarray(batch.lengths))
     total = n + len(anchor)

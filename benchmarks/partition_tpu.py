@@ -21,9 +21,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 from machine import describe_machine
-from partition import make_config, numbers, our_step
+from partition import make_config, memory_of, numbers, our_step, sampling
 
-from peagle_jax.arguments import CommandError, run_command
+from peagle_jax.arguments import run_command
 from peagle_jax.config import DrafterConfig
 from peagle_jax.models.stack import TargetParams
 from peagle_jax.train.cod import CodOptions, depth_counts
@@ -78,13 +78,10 @@ def main() -> int:
     report: dict[str, Any] = {**describe_machine(("jax", "jaxlib", "libtpu")), "compiled_for": args.topology}
     report |= {"K": args.depths, "r": args.ratio, "dtype": "bfloat16", "lengths": {}}
     for n in args.lengths:
-        masks = sum(depth_counts(n, CodOptions(args.depths, args.ratio)))
-        options = CodOptions(args.depths, args.ratio, segments=max(1, round(masks / args.segment_rows)))
+        options = sampling(n, args)
         step = jax.jit(our_step(cfg, depth_counts(n, options)))
         began = time.perf_counter()
-        memory = step.lower(*abstract_arguments(cfg, n, options, device)).compile().memory_analysis()
-        if memory is None:
-            raise CommandError("XLA has no memory analysis of this program; update jax and libtpu")
+        memory = memory_of(step.lower(*abstract_arguments(cfg, n, options, device)).compile())
         report["lengths"][n] = {
             "segments": options.segments,
             "temporary_bytes": memory.temp_size_in_bytes,

@@ -51,6 +51,7 @@ def draw_speed(axes: Any, sets: dict[str, Any], methods: list[str]) -> None:
 
 def draw_acceptance(axes: Any, sets: dict[str, Any], methods: list[str]) -> None:
     """A line a set and method: the share of rounds that accept at least j drafts."""
+    names = short(methods)
     for i, (name, result) in enumerate(sets.items()):
         for j, method in enumerate(m for m in methods if m != PLAIN):
             shares = result[method]["acceptance_per_position"]
@@ -61,7 +62,7 @@ def draw_acceptance(axes: Any, sets: dict[str, Any], methods: list[str]) -> None
                 marker="os^v"[i % 4],
                 linestyle=("-", "--", ":")[i % 3],
                 color=COLOURS[1 + j % (len(COLOURS) - 1)],
-                label=f"{name}, {short(methods)[method]}: {length:.2f} tokens a round",
+                label=f"{name}, {names[method]}: {length:.2f} tokens a round",
             )
     axes.set_xlabel("draft position")
     axes.set_ylabel("share of rounds that accept it")

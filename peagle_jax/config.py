@@ -34,17 +34,19 @@ def _require(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
-def _is_whole(value: Any) -> bool:
+def is_whole(value: Any) -> bool:
+    """Whether a value is a whole number that an int32 holds; a boolean is none."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool) and abs(int(value)) <= LARGEST
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether a value is a finite number; a boolean is none."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 _KINDS = {
-    "int": (_is_whole, "a whole number below 2**31"),
-    "float": (_is_number, "a finite number"),
+    "int": (is_whole, "a whole number below 2**31"),
+    "float": (is_number, "a finite number"),
     "bool": (lambda value: isinstance(value, bool), "true or false"),
 }
 

@@ -103,10 +103,8 @@ def check_full_attention(config: Config, num_layers: int, place: str) -> None:
     """
     kinds = texts(config, "layer_types", place)
     window = optional_integer(config, "sliding_window", place)
-    on, windowed_from = (
-        boolean(config, "use_sliding_window", place),
-        integer(config, "max_window_layers", place, 28),
-    )
+    on = boolean(config, "use_sliding_window", place)
+    windowed_from = integer(config, "max_window_layers", place, 28)
     if kinds:
         used = ", ".join(sorted({kind for kind in kinds[:num_layers] if kind != "full_attention"}))
     else:

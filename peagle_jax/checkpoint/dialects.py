@@ -119,8 +119,8 @@ def read_facts(config: Config, place: str) -> HeadFacts:
     Raises:
         CheckpointError: two keys disagree, or an option is not supported.
     """
-    nested = bool(section(config, _NESTED_BLOCK, place))
-    block = section(config, _NESTED_BLOCK, place) if nested else config
+    inner = section(config, _NESTED_BLOCK, place)
+    nested, block = bool(inner), inner or config
     names = texts(config, "architectures", place)
     block_type = text(block, "model_type", place) or "llama"
     _check_block_type(names, block_type, nested, place)

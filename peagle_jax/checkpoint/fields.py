@@ -3,12 +3,11 @@ than the expected one is an error, never converted."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from peagle_jax.checkpoint.errors import CheckpointError
-from peagle_jax.config import LARGEST
+from peagle_jax.config import LARGEST, is_number, is_whole
 
 Config = Mapping[str, Any]
 
@@ -19,14 +18,8 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= LARGEST
-
-
 def _is_number(value: Any) -> bool:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return False
-    return abs(value) <= LARGEST if isinstance(value, int) else math.isfinite(value)
+    return is_whole(value) if isinstance(value, int) else is_number(value)
 
 
 def _is_text(value: Any) -> bool:
@@ -68,7 +61,7 @@ def section(config: Config, key: str, place: str) -> Config:
 
 def optional_integer(config: Config, key: str, place: str, least: int = -LARGEST) -> int | None:
     """A whole number. Raises CheckpointError for another kind, or one below ``least``."""
-    value = _read(config, key, place, _is_whole, "a whole number below 2**31")
+    value = _read(config, key, place, is_whole, "a whole number below 2**31")
     if value is not None and value < least:
         raise CheckpointError(f"{place}: {key} is {value}; expected at least {least}")
     return value
@@ -119,13 +112,13 @@ def texts(config: Config, key: str, place: str) -> tuple[str, ...]:
 
 def integers(config: Config, key: str, place: str, what: str = "whole numbers") -> tuple[int, ...] | None:
     """A list of whole numbers; None where it is missing or empty. Raises CheckpointError for another kind."""
-    return tuple(_read(config, key, place, _is_list_of(_is_whole), f"a list of {what}", [])) or None
+    return tuple(_read(config, key, place, _is_list_of(is_whole), f"a list of {what}", [])) or None
 
 
 def token_ids(config: Config, key: str, place: str) -> tuple[int, ...]:
     """A token id, a list of them or null, as a tuple. Raises CheckpointError for another kind."""
     value = lookup(config, key, place)
-    value = [value] if _is_whole(value) else value
+    value = [value] if is_whole(value) else value
     return integers({key: value}, key, place, "token ids, or one") or ()
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from peagle_jax.arguments import CommandError
+from peagle_jax.config import MAX_STOP_IDS
 from peagle_jax.serve.engine import EngineRequest
 from peagle_jax.serve.prompt import PromptError, encode, longest_token, render_chat
 from peagle_jax.serve.protocol import (
@@ -19,7 +20,6 @@ from peagle_jax.serve.protocol import (
     GenerationRequest,
     validation_error,
 )
-from peagle_jax.speculative.decoder import MAX_STOP_IDS
 from peagle_jax.speculative.sampling import SamplingParams
 
 

@@ -79,16 +79,18 @@ def packed_attention(
     dtype: jnp.dtype | None = None,
     block: int = 128,
     unrolled: int = 16,
+    queries: tuple[Int[Array, "b t"], Int[Array, " t"]] | None = None,
 ) -> Float[Array, "b n qh"]:
     """Causal attention of whole rows in which documents (equal ``segment_ids``) stand apart.
 
     ``dtype`` is the operands' (float32 by default; accumulation is float32). Queries go in blocks
     of ``block`` that read keys up to their own end only, which skips most of the masked half. Rows
     of more than ``unrolled`` blocks read all keys, a block (or less of very long rows) at a time,
-    recomputed in the reverse pass, so that no n x n array lives.
+    recomputed in the reverse pass, so that no n x n array lives. So do ``queries``, a part of a row: q is
+    (B, T, N, H) then, at positions with these segment ids and these indices within the row.
     """
-    b, n, heads, h = q.shape
-    g = k.shape[2]
+    b, count, heads, h = q.shape
+    n, g = k.shape[1:3]
     dtype = jnp.dtype(jnp.float32) if dtype is None else dtype
     q, k, v = (q * h**-0.5).astype(dtype), k.astype(dtype).swapaxes(1, 2), v.astype(dtype).swapaxes(1, 2)
 
@@ -105,20 +107,21 @@ def packed_attention(
         out = jnp.einsum("bgts,bgsh->bgth", p, v[:, :, :end], preferred_element_type=jnp.float32)
         return ungrouped(out / total, t)
 
-    if n <= block * unrolled:
+    if queries is None and n <= block * unrolled:
         ends = [min(start + block, n) for start in range(0, n, block)]
         parts = [
             rows(q[:, s:end], segment_ids[:, s:end], jnp.arange(s, end), end)
             for s, end in zip(range(0, n, block), ends, strict=True)
         ]
         return jnp.concatenate(parts, axis=1)
-    block = min(block, rows_at_once(heads * b, n))
-    pad = -n % block
+    ids, index = (segment_ids, jnp.arange(n)) if queries is None else queries
+    block = min(block, count, rows_at_once(heads * b, n))
+    pad = -count % block
     q = jnp.pad(q, ((0, 0), (0, pad), (0, 0), (0, 0))).reshape(b, -1, block, heads, h).swapaxes(0, 1)
-    ids = jnp.pad(segment_ids, ((0, 0), (0, pad))).reshape(b, -1, block).swapaxes(0, 1)
-    index = jnp.arange(n + pad).reshape(-1, block)
+    ids = jnp.pad(ids, ((0, 0), (0, pad))).reshape(b, -1, block).swapaxes(0, 1)
+    index = jnp.pad(index, (0, pad)).reshape(-1, block)
     out = jax.lax.map(lambda xs: jax.checkpoint(partial(rows, end=n))(*xs), (q, ids, index))
-    return out.swapaxes(0, 1).reshape(b, n + pad, heads * h)[:, :n]
+    return out.swapaxes(0, 1).reshape(b, count + pad, heads * h)[:, :count]
 
 
 def causal_mask(b: int, t: int) -> Bool[Array, "b t t"]:

@@ -15,6 +15,7 @@ from peagle_jax.layers.block import Attend, BlockParams, run_block
 from peagle_jax.layers.linear import table_rows, vocabulary_product
 from peagle_jax.layers.norm import rms_norm
 from peagle_jax.layers.rope import rope_tables
+from peagle_jax.parallel.rules import gathered
 
 
 @struct.dataclass
@@ -84,7 +85,7 @@ def _run_layers(
         boundaries, rows = {0: h}, []
         for i, layer in enumerate(params.layers):
             own = () if cache is None else (cache[0][i], cache[1][i])
-            h, kv = run_block(layer, cfg.block, h, tables, attend_for(*own))
+            h, kv = run_block(gathered(layer), cfg.block, h, tables, attend_for(*own))
             boundaries[i + 1] = h
             rows.append(kv)
         features = jnp.concatenate([boundaries[t] for t in taps], -1) if taps else h[..., :0]
@@ -96,7 +97,7 @@ def _run_layers(
     def step(carry: tuple, xs: tuple) -> tuple:
         h, collected = carry
         index, layer, own = xs
-        h, kv = run_block(layer, cfg.block, h, tables, attend_for(*own))
+        h, kv = run_block(gathered(layer), cfg.block, h, tables, attend_for(*own))
         return (h, jnp.where(wanted == index + 1, h, collected)), kv
 
     (h, collected), (k, v) = jax.lax.scan(

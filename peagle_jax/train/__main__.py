@@ -1,6 +1,7 @@
 """Trains a head, or prepares what training needs.
 
-python -m peagle_jax.train --config RECIPE             train, or go on with a stopped run
+python -m peagle_jax.train --config RECIPE             train, or go on with a stopped run; in several
+                                                       processes with --distributed
 python -m peagle_jax.train features --config RECIPE    compute the target's features
 python -m peagle_jax.train show-mask --config RECIPE   print what the loss will see
 python -m peagle_jax.train regenerate --prompts FILE --out FILE.jsonl
@@ -11,11 +12,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import traceback
 from typing import Any
 
 from rich.console import Console
 
-from peagle_jax.arguments import CommandError, Parser, add_model, run_command
+from peagle_jax.arguments import CommandError, Parser, add_model, named, run_command
+from peagle_jax.train.errors import TrainError
 from peagle_jax.train.recipe import load_recipe
 
 DESCRIPTIONS = {
@@ -69,6 +72,16 @@ def parser(command: str) -> Parser:
         add("--template", type=_json_object, default={}, help="JSON: arguments of the chat template")
         return made
     made.add_argument("--config", required=True, help="the recipe, a YAML file")
+    if command == "run":
+        add = made.add_argument
+        add(
+            "--distributed",
+            action="store_true",
+            help="one of several processes, which find each other on Cloud TPU, Slurm and Kubernetes",
+        )
+        add("--coordinator-address", type=named, help="HOST:PORT of process 0, where nothing tells it")
+        add("--num-processes", type=int, help="how many processes there are, where nothing tells it")
+        add("--process-id", type=int, help="which of them this is, from 0, where nothing tells it")
     if command == "features":
         made.add_argument("--dry-run", action="store_true", help="say the size and stop")
     if command == "show-mask":
@@ -86,6 +99,11 @@ def dispatch(command: str, arguments: argparse.Namespace, console: Console) -> N
         regenerate(Options(**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}), console)
         return
     recipe = load_recipe(arguments.config)
+    if command == "run" and arguments.distributed:
+        from peagle_jax.train.processes import is_main, join
+
+        join(arguments.coordinator_address, arguments.num_processes, arguments.process_id)
+        console.quiet = not is_main()
     if command == "features":
         from peagle_jax.train.prepare import compute_features
 
@@ -100,20 +118,60 @@ def dispatch(command: str, arguments: argparse.Namespace, console: Console) -> N
         train(recipe, console)
 
 
+def check_processes(arguments: argparse.Namespace) -> None:
+    """Raises TrainError unless the arguments name all processes, or none."""
+    address, count, index = (
+        arguments.coordinator_address,
+        arguments.num_processes,
+        arguments.process_id,
+    )
+    given = [value is not None for value in (address, count, index)]
+    if any(given) and not arguments.distributed:
+        raise TrainError("--coordinator-address, --num-processes and --process-id belong to --distributed")
+    if any(given) and not all(given):
+        raise TrainError(
+            "--coordinator-address, --num-processes and --process-id are given together or not at all"
+        )
+    if all(given) and not 0 <= index < count:
+        raise TrainError(f"--process-id must lie in 0..--num-processes - 1, found {index} of {count}")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status: 2 for input that cannot be used, told in one line."""
     words = list(sys.argv[1:] if argv is None else argv)
     command = words.pop(0) if words and words[0] in COMMANDS else "run"
     arguments = parser(command).parse_args(words)
 
+    distributed = command == "run" and arguments.distributed
+
     def run() -> int:
         try:
+            if command == "run":
+                check_processes(arguments)
             dispatch(command, arguments, Console(soft_wrap=True))
         except ValueError as error:  # configs, vocabularies and data have errors of their own
             raise CommandError(str(error)) from error
+        except RuntimeError as error:
+            if not distributed:
+                raise
+            raise CommandError(
+                f"a device or another process of this run failed: {str(error)[:300]}; the same command goes "
+                "on from the last checkpoint"
+            ) from error
         return 0
 
-    return run_command(run)
+    if not distributed:
+        return run_command(run)
+    status = 1
+    try:
+        status = run_command(run)
+    except Exception:
+        traceback.print_exc()
+    if status:
+        from peagle_jax.train.processes import leave
+
+        leave(status)
+    return status
 
 
 if __name__ == "__main__":

@@ -154,22 +154,40 @@ def make_batch(store: Rows, indices: np.ndarray, keys: list[tuple], options: Cod
     )  # pyright: ignore[reportArgumentType]
 
 
+def _emptied(batch: Batch, real: np.ndarray) -> Batch:
+    """The batch with nothing but padding in the rows that are not ``real`` (B,)."""
+    return batch.replace(
+        segment_ids=np.where(real[:, None], batch.segment_ids, -1),
+        loss_flags=batch.loss_flags & real[:, None],
+        lengths=np.where(real[:, None], batch.lengths, 0),
+    )
+
+
 def validation_batches(
-    store: Rows, limit: int, batch_rows: int, seed: int, options: CodOptions | None
+    store: Rows,
+    limit: int,
+    batch_rows: int,
+    seed: int,
+    options: CodOptions | None,
+    own: np.ndarray | None = None,
 ) -> Iterator[Batch]:
     """The first ``limit`` rows (0: all), always with the same rollouts; a last part is left out
-    unless it is all there is."""
+    unless it is all there is. ``own`` are the rows of each batch to make; those past its end are empty."""
     count = min(limit or len(store), len(store))
     batch_rows = min(batch_rows, count)
+    own = np.arange(batch_rows) if own is None else own
+    real = own < batch_rows
     for start in range(0, count - batch_rows + 1, batch_rows):
-        indices = np.arange(start, start + batch_rows)
+        indices = start + np.where(real, own, 0)
         keys = [(seed, VALIDATION_EPOCH, int(i)) for i in indices]
-        yield make_batch(store, indices, keys, options)
+        batch = make_batch(store, indices, keys, options)
+        yield batch if real.all() else _emptied(batch, real)
 
 
 class BatchLoader(Iterator[tuple[int, Batch]]):
     """Training batches without end, each with its number of real tokens, made in a thread while the
-    step before runs. ``place`` is applied there too (it puts a batch on the devices).
+    step before runs. ``place`` is applied there too (it puts a batch on the devices). ``own`` are the rows
+    of each batch that this process reads (None: all); tokens are always those of the whole batch.
 
     ``state`` is the position after the batches taken so far, as JSON data; a loader over the same rows
     with the same seed goes on from it after ``restore``. Errors surface at ``next``.
@@ -182,11 +200,16 @@ class BatchLoader(Iterator[tuple[int, Batch]]):
         seed: int,
         options: CodOptions | None,
         place: Callable[[Batch], Batch] = lambda batch: batch,
+        own: np.ndarray | None = None,
     ):
+        sizes = (store.array("segment_ids") >= 0).sum(1)
+        places = range(batch_rows) if own is None else own.tolist()
+
         def load(pairs: Sequence[tuple[int, int]]) -> tuple[int, Batch]:
-            indices = np.array([row for _, row in pairs])
-            batch = make_batch(store, indices, [(seed, epoch, row) for epoch, row in pairs], options)
-            return int((np.asarray(batch.segment_ids) >= 0).sum()), place(batch)
+            tokens = int(sizes[[row for _, row in pairs]].sum())
+            mine = [pairs[place] for place in places]
+            keys = [(seed, epoch, row) for epoch, row in mine]
+            return tokens, place(make_batch(store, np.array([row for _, row in mine]), keys, options))
 
         steps = row_stream(len(store), seed).batch(batch_rows, batch_fn=list).map(load)
         reading = grain.ReadOptions(num_threads=1, prefetch_buffer_size=AHEAD)

@@ -17,7 +17,7 @@ from peagle_jax.speculative.statistics import AcceptanceStatistics
 from peagle_jax.train.data import Rows, validation_batches
 from peagle_jax.train.losses import Metrics
 from peagle_jax.train.metrics import acceptance_lengths, ratios
-from peagle_jax.train.placement import place_batches
+from peagle_jax.train.placement import ONE_DEVICE, Placement
 from peagle_jax.train.recipe import TrainError
 from peagle_jax.train.setup import Setup
 from peagle_jax.train.step import Frozen, complete
@@ -27,16 +27,17 @@ DECODE_BATCH = 8
 
 
 def validate(
-    setup: Setup, evaluate: Callable[..., Metrics], params: Any, frozen: Frozen, micro: int
+    setup: Setup, evaluate: Callable[..., Metrics], params: Any, frozen: Frozen, placement: Placement
 ) -> dict[str, Any]:
     """Loss, accuracy by depth and estimated acceptance lengths on held-out rows."""
     assert setup.heldout is not None
     run = setup.recipe.run
-    rows = min(micro, run.validate_rows or len(setup.heldout), len(setup.heldout))
-    place = place_batches(rows)
-    total: Metrics | None = None
-    for batch in validation_batches(setup.heldout, run.validate_rows, rows, setup.recipe.seed, setup.cod):
-        metrics = evaluate(params, frozen, jax.tree.map(lambda x: x[0], place(batch)))
+    limit, seed = run.validate_rows, setup.recipe.seed
+    rows = min(placement.micro, limit or len(setup.heldout), len(setup.heldout))
+    spread = placement.rows(rows)
+    own, total = placement.own_rows(spread), None
+    for batch in validation_batches(setup.heldout, limit, rows, seed, setup.cod, own):
+        metrics = evaluate(params, frozen, placement.place_rows(batch, spread))
         total = metrics if total is None else total + metrics
     assert total is not None
     accuracy = ratios(total.correct, total.count)
@@ -68,13 +69,14 @@ class DecodeEvaluation:
     """Greedy answers to held-out prompts, drafted by the head of the moment.
 
     One decoder lives as long as the run and takes the head's new weights each time, so its programs
-    compile once. The drafts of a round are 5, or as many as the head is trained for.
+    compile once. The drafts of a round are 5, or as many as the head is trained for. It runs on one
+    device, which needs room for the whole target; every process does the same, for the same answer.
 
     Raises:
         TrainError: no held-out document has a prompt that fits.
     """
 
-    def __init__(self, setup: Setup):
+    def __init__(self, setup: Setup, placement: Placement = ONE_DEVICE):
         run, target = setup.recipe.run, setup.target
         room = min(setup.train.row_length + run.decode_tokens, target.config.max_position)
         prompts = (
@@ -91,12 +93,14 @@ class DecodeEvaluation:
         self.setup, self.room = setup, room
         self.decoder: Decoder | None = None
         dtype = setup.frozen.embed.dtype
-        self._complete = jax.jit(lambda params, frozen: complete(params, frozen, dtype))
+        self._complete = placement.compile(
+            lambda params, frozen: complete(params, frozen, dtype), placement.everywhere
+        )
 
     def __call__(self, params: DrafterParams, frozen: Frozen) -> dict[str, Any]:
         """Acceptance length, and the share of rounds that accepted at least 1, 2, ... drafts."""
         setup, counts, tokens = self.setup, AcceptanceStatistics(self.drafts), 0
-        head = self._complete(params, frozen)
+        head = jax.tree.map(lambda w: w.addressable_data(0), self._complete(params, frozen))
         if setup.draft_ids is not None:
             head = head.replace(draft_to_target=jnp.asarray(setup.draft_ids))
         if self.decoder is None:

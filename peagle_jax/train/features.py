@@ -28,6 +28,7 @@ from jaxtyping import Array, Int
 from peagle_jax.config import TargetConfig
 from peagle_jax.layers.attention import packed_attention
 from peagle_jax.models import stack
+from peagle_jax.parallel.sequence import WHOLE, SequenceParts
 from peagle_jax.train.packing import PackedRows
 from peagle_jax.train.places import existing
 from peagle_jax.train.recipe import TrainError
@@ -38,7 +39,7 @@ DTYPES = ("bfloat16", "float32")
 VERSION = 1
 
 
-@functools.partial(jax.jit, static_argnames=("cfg", "taps", "dtype"))
+@functools.partial(jax.jit, static_argnames=("cfg", "taps", "dtype", "parts"))
 def compute(
     params: stack.TargetParams,
     cfg: TargetConfig,
@@ -47,14 +48,25 @@ def compute(
     positions: Int[Array, "b t"],
     taps: tuple[int, ...],
     dtype: jnp.dtype,
+    parts: SequenceParts = WHOLE,
 ) -> tuple[Array, Array]:
-    """Tapped features (B, T, C) and the normed last state (B, T, D), both of ``dtype``."""
+    """Tapped features (B, T, C) and the normed last state (B, T, D), both of ``dtype``. ``parts`` works on
+    so many parts of every row, which a mesh can hold apart."""
 
-    def attend(q: Array, k: Array, v: Array) -> Array:
-        return packed_attention(q, k, v, segment_ids, params.embed.dtype)
+    def part(tokens: Array, ids: Array, positions: Array, index: Array) -> tuple[Array, Array]:
+        queries = None if parts.count == 1 else (ids, index)
 
-    out = stack.forward_packed(params, cfg, tokens, positions, attend, taps)
-    return out.features.astype(dtype), stack.final_hidden(params, cfg, out.hidden).astype(dtype)
+        def attend(q: Array, k: Array, v: Array) -> Array:
+            k, v = (parts.whole(x) for x in (k, v))
+            return packed_attention(q, k, v, all_ids, params.embed.dtype, queries=queries)
+
+        out = stack.forward_packed(params, cfg, tokens, positions, attend, taps)
+        return out.features.astype(dtype), stack.final_hidden(params, cfg, out.hidden).astype(dtype)
+
+    all_ids = parts.everywhere(segment_ids)
+    rows = map(parts.split, (tokens, segment_ids, positions))
+    features, hidden = parts.map(part, *rows, parts.positions(tokens.shape[1]))
+    return parts.join(features), parts.join(hidden)
 
 
 def weights_digest(params: stack.TargetParams) -> str:

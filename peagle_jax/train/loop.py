@@ -22,8 +22,9 @@ from peagle_jax.train.evaluation import DecodeEvaluation, validate
 from peagle_jax.train.export import export_head
 from peagle_jax.train.faults import check_finite, row_names
 from peagle_jax.train.metrics import MetricsLog, Window, open_board, read_lines, shown
-from peagle_jax.train.placement import place_batches, replicated
+from peagle_jax.train.placement import Placement, make_placement
 from peagle_jax.train.places import check_writable
+from peagle_jax.train.processes import StopVote, all_failed, check_agreement, is_main
 from peagle_jax.train.progress import progress_bar
 from peagle_jax.train.recipe import Recipe, TrainError, recipe_dict
 from peagle_jax.train.records import HUB
@@ -98,22 +99,24 @@ class Training:
     recipe's steps, or cannot be read.
     """
 
-    def __init__(self, setup: Setup, console: Console):
+    def __init__(self, setup: Setup, console: Console, placement: Placement):
         recipe, run = setup.recipe, setup.recipe.run
-        self.setup, self.console = setup, console
+        self.setup, self.console, self.placement = setup, console, placement
         self.output = Path(recipe.output)
         self.output.mkdir(parents=True, exist_ok=True)
         self.steps = total_steps(recipe, len(setup.train))
-        self.micro = recipe.optimizer.micro_rows or recipe.optimizer.batch_rows
+        check_agreement("recipe, target or data", (recipe_dict(recipe), setup.identity))
         dtype = setup.frozen.embed.dtype
         if run.patience and setup.heldout is None:
             raise TrainError("run.patience needs held-out rows, and there is none; raise data.heldout")
-        self.decoding = DecodeEvaluation(setup) if run.decode_every else None
+        self.decoding = DecodeEvaluation(setup, placement) if run.decode_every else None
 
         optimizer = make_optimizer(recipe.optimizer, self.steps)
-        params = jax.tree.map(jnp.copy, setup.params)  # the target may share arrays
-        state = TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
-        self.state, self.frozen = replicated((state, setup.frozen), self.micro)
+        with placement.assembling():
+            params = jax.tree.map(jnp.copy, setup.params)  # the target may share arrays
+            state = TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+        self.state, self.frozen = placement.place((state, setup.frozen))
+        setup.frozen = self.frozen  # one copy
         self.checkpoints = Checkpoints(
             self.output / "checkpoints", run.keep_checkpoints, setup.identity, run.keep_best
         )
@@ -128,21 +131,22 @@ class Training:
             )
         if self.done:
             console.print(f"going on after step {self.done} of {self.output}")
-        self.batches = BatchLoader(
-            setup.train, recipe.optimizer.batch_rows, recipe.seed, setup.cod, place_batches(self.micro)
-        )
+        rows = recipe.optimizer.batch_rows
+        own = placement.own_batch_rows(rows)
+        self.batches = BatchLoader(setup.train, rows, recipe.seed, setup.cod, placement.place_batch, own)
         if self.progress.position:
             self.batches.restore(self.progress.position)
-        self.log = MetricsLog(self.output / LOG, self.done, self._board())
+        self.log = MetricsLog(self.output / LOG if is_main() else None, self.done, self._board())
         self.window = Window.restored(self.progress.window)
         self.rate = schedule(recipe.optimizer, self.steps)
-        self.step = make_step(optimizer, setup.objective, dtype)
-        self.evaluate = make_evaluation(setup.objective, dtype)
+        shardings = jax.tree.map(lambda x: x.sharding, self.state)
+        self.step = make_step(optimizer, setup.objective, dtype, placement, shardings)
+        self.evaluate = make_evaluation(setup.objective, dtype, placement)
         self.pending: tuple[int, int, StepReport] | None = None
         self.advance: Callable[..., None] = lambda **fields: None
 
     def _board(self) -> Any:
-        if not self.setup.recipe.run.tensorboard:
+        if not self.setup.recipe.run.tensorboard or not is_main():
             return None
         board = open_board(self.output / "tensorboard", self.done)
         if board is None:
@@ -161,11 +165,11 @@ class Training:
 
     def run(self, stop: threading.Event) -> None:
         """Trains until the last step, the end of patience or ``stop``; the last state is saved."""
-        every = self.setup.recipe.run.checkpoint_every
+        every, vote = self.setup.recipe.run.checkpoint_every, StopVote(stop)
         with progress_bar(self.console, "steps") as bar:
             task = bar.add_task("training", total=self.steps, completed=self.done, note="")
             self.advance = lambda **fields: bar.update(task, **fields)
-            while self.done < self.steps and not self.exhausted and not stop.is_set():
+            while self.done < self.steps and not self.exhausted and not vote.is_set():
                 tokens, batch = next(self.batches)
                 self.state, report = self.step(self.state, self.frozen, batch)
                 self.settle()
@@ -222,7 +226,7 @@ class Training:
             )
             found |= decoded
         if validates:
-            results = validate(self.setup, self.evaluate, self.state.params, self.frozen, self.micro)
+            results = validate(self.setup, self.evaluate, self.state.params, self.frozen, self.placement)
             self.log.write({"step": self.done, **results}, "validation")
             self.console.print(
                 f"step {self.done}: held-out loss {results['validation_loss']:.4f} accuracy "
@@ -253,8 +257,11 @@ class Training:
                 del self.state  # there may be no room for two
                 self.state, progress = self.checkpoints.restore(like, step)
         metadata = head_metadata(self.setup, step, self.steps, progress.results)
-        setup, params = self.setup, self.state.params
-        export_head(head, setup.cfg, setup.target.config, params, self.frozen, setup.draft_ids, metadata)
+        setup = self.setup
+        trained = self.placement.whole(self.state.params), self.placement.whole(self.frozen.lm_head)
+        if is_main():
+            params, frozen = trained[0], self.frozen.replace(lm_head=trained[1])
+            export_head(head, setup.cfg, setup.target.config, params, frozen, setup.draft_ids, metadata)
         exported = f"the head in {head} is that of step {step}{which}"
         if self.done >= self.steps:
             self.console.print(f"trained {self.steps} steps; {exported}")
@@ -283,9 +290,19 @@ def train(recipe: Recipe, console: Console) -> Path:
     Raises TrainError (also for a loss that is not finite), CheckpointError, ConfigError.
     """
     check_output(recipe)
-    setup = build(recipe)
-    for note in setup.notes:
+    placement = make_placement(recipe)
+    with placement.assembling():
+        setup = build(recipe)
+    for note in filter(None, (*setup.notes, placement.line())):
         console.print(note, highlight=False)
-    with stop_requests() as stop, contextlib.closing(Training(setup, console)) as training:
-        training.run(stop)
-        return training.finish()
+    with stop_requests() as stop:
+        training = Training(setup, console, placement)
+        try:
+            training.run(stop)
+            head = training.finish()
+        except BaseException:
+            if all_failed():  # processes that still train would not come to close anything
+                training.close()
+            raise
+        training.close()
+        return head

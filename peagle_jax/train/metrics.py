@@ -162,17 +162,22 @@ def scalars(record: dict[str, Any], group: str) -> Iterator[tuple[str, float]]:
 class MetricsLog:
     """JSON lines, and scalars on ``board`` (a SummaryWriter) if there is one.
 
-    Lines past ``step`` (of a run that died after its last checkpoint) are dropped.
+    Lines past ``step`` (of a run that died after its last checkpoint) are dropped. Without a path nothing
+    is written: another process does it.
     """
 
-    def __init__(self, path: Path, step: int, board: Any = None):
+    def __init__(self, path: Path | None, step: int, board: Any = None):
+        self.path, self.board = path, board
+        if path is None:
+            return
         part = path.with_name(path.name + ".part")
         part.write_text("".join(line + "\n" for line in _kept(path, step)))
         os.replace(part, path)
-        self.path, self.board = path, board
 
     def write(self, record: dict[str, Any], group: str = "train") -> None:
         """One record with its ``step``."""
+        if self.path is None:
+            return
         with self.path.open("a") as file:
             file.write(json.dumps(record) + "\n")
         if self.board is not None:

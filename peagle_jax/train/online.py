@@ -7,6 +7,7 @@ from jaxtyping import Array
 
 from peagle_jax.config import TargetConfig
 from peagle_jax.models.stack import TargetParams
+from peagle_jax.parallel.sequence import WHOLE, SequenceParts
 from peagle_jax.train import features
 from peagle_jax.train.partition import Batch
 
@@ -18,10 +19,13 @@ class OnlineTarget:
     params: TargetParams
     cfg: TargetConfig = struct.field(pytree_node=False)
     taps: tuple[int, ...] = struct.field(pytree_node=False)
+    parts: SequenceParts = struct.field(pytree_node=False, default=WHOLE)
 
 
-def online_target(params: TargetParams, cfg: TargetConfig, taps: tuple[int, ...]) -> OnlineTarget:
-    return OnlineTarget(params.replace(embed=None), cfg, taps)
+def online_target(
+    params: TargetParams, cfg: TargetConfig, taps: tuple[int, ...], parts: SequenceParts = WHOLE
+) -> OnlineTarget:
+    return OnlineTarget(params.replace(embed=None), cfg, taps, parts)
 
 
 def with_features(batch: Batch, target: OnlineTarget | None, embed: Array) -> Batch:
@@ -34,5 +38,5 @@ def with_features(batch: Batch, target: OnlineTarget | None, embed: Array) -> Ba
         return batch
     params = target.params.replace(embed=embed)
     inputs = (batch.tokens, batch.segment_ids, batch.positions)
-    found, hidden = features.compute(params, target.cfg, *inputs, target.taps, embed.dtype)
+    found, hidden = features.compute(params, target.cfg, *inputs, target.taps, embed.dtype, target.parts)
     return batch.replace(features=found, target_hidden=hidden)

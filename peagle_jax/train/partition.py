@@ -25,6 +25,8 @@ from peagle_jax.config import DrafterConfig
 from peagle_jax.drafter.head import DrafterParams, draft_logits, fuse, run_head
 from peagle_jax.layers.attention import NEGATIVE, grouped, packed_attention, rows_at_once
 from peagle_jax.layers.linear import vocabulary_product
+from peagle_jax.parallel.rules import constrain
+from peagle_jax.parallel.sequence import WHOLE, SequenceParts
 from peagle_jax.train.losses import LossKind, Metrics, agrees, distillation_loss
 from peagle_jax.train.remat import Remat, rematerialised
 
@@ -81,15 +83,24 @@ def row_losses(
 
 
 def depth_zero(
-    params: DrafterParams, cfg: DrafterConfig, batch: Batch
+    params: DrafterParams, cfg: DrafterConfig, batch: Batch, parts: SequenceParts = WHOLE
 ) -> tuple[Float[Array, "b n d"], list[tuple[Array, Array]]]:
-    """The ordinary causal pass over all positions: hidden states and each layer's k and v."""
+    """The ordinary causal pass over all positions: hidden states and each layer's k and v, as ``parts``
+    splits them."""
+    all_ids, dtype = batch.segment_ids, params.fc.dtype
 
-    def attend(q: Array, k: Array, v: Array) -> Array:
-        return packed_attention(q, k, v, batch.segment_ids, params.fc.dtype)
+    def part(tokens: Array, ids: Array, positions: Array, features: Array, index: Array):
+        queries = None if parts.count == 1 else (ids, index)
 
-    g = fuse(params, cfg, batch.features)
-    return run_head(params, cfg, shifted(batch.tokens, 1), g, batch.positions, [attend] * cfg.num_layers)
+        def attend(q: Array, k: Array, v: Array) -> Array:
+            k, v = (parts.whole(x) for x in (k, v))
+            return packed_attention(q, k, v, all_ids, dtype, queries=queries)
+
+        g = fuse(params, cfg, features)
+        return run_head(params, cfg, tokens, g, positions, [attend] * cfg.num_layers)
+
+    rows = (shifted(batch.tokens, 1), all_ids, batch.positions, batch.features)
+    return parts.map(part, *map(parts.split, rows), parts.positions(all_ids.shape[1]))
 
 
 def _own_scores(q: Array, k: Array, counts: tuple[int, ...]) -> Array:
@@ -213,7 +224,7 @@ def rollout_hidden(
     lengths: Array,
     counts: tuple[int, ...],
 ) -> Float[Array, "b m d"]:
-    """Pre-norm hidden states of a segment's mask rows."""
+    """Pre-norm hidden states of a segment's mask rows. ``context`` is each layer's k and v, (B, n, G, H)."""
     anchor, depth, real = segment_rows(batch, anchors, lengths, counts)
     along = jnp.arange(batch.tokens.shape[1])
 
@@ -242,28 +253,46 @@ def peagle_loss(
     depth_weights: tuple[float, ...] | None = None,
     kind: LossKind = "kl",
     remat: Remat = "full",
+    parts: SequenceParts = WHOLE,
 ) -> tuple[Float[Array, ""], Metrics]:
     """Mean weighted loss over all supervised rows of depths 0..K-1 (p-eagle-spec 3.7).
 
     ``depth_counts`` is (M_1, ..., M_{K-1}), the rows of each depth in one segment, and may be
     empty (K = 1). ``target_head`` are the target's vocabulary rows at the draft ids. ``remat`` is
     what is kept of a segment until the reverse pass; "full" has one segment alive at a time.
+
+    ``parts`` works on so many parts of every row and on as many segments at a time, so that a mesh can
+    hold them apart; the number of segments is a multiple of it.
     """
     depths = len(depth_counts) + 1
     weights = jnp.ones((depths,)) if depth_weights is None else jnp.array(depth_weights[:depths])
-    hidden0, context = depth_zero(params, cfg, batch)
-    flags0 = supervised(batch)
-    labels0 = shifted(batch.target_hidden, 1)
-    segments = max(batch.anchors.shape[0], 1) if depth_counts else 1
+    labels0, flags0 = (parts.split(x) for x in (shifted(batch.target_hidden, 1), supervised(batch)))
+    # From here on every part reads the rows of the others.
+    batch = batch.replace(
+        segment_ids=parts.everywhere(batch.segment_ids),
+        positions=parts.everywhere(batch.positions),
+        target_hidden=parts.everywhere(batch.target_hidden),
+    )
+    hidden0, context = depth_zero(params, cfg, batch, parts)
+    if parts.count > 1:
+        dtype = params.fc.dtype
+        context = [tuple(parts.everywhere(parts.join(x.astype(dtype))) for x in kv) for kv in context]
+    segments = max(batch.anchors.shape[0] // parts.count, 1) if depth_counts else 1
 
     def chunks(x: Array) -> Array:
-        """(B, n, ...) -> (segments, B, n / segments, ...), padded at the end."""
-        pad = -x.shape[1] % segments
-        x = jnp.pad(x, ((0, 0), (0, pad)) + ((0, 0),) * (x.ndim - 2))
-        return x.reshape(x.shape[0], segments, -1, *x.shape[2:]).swapaxes(0, 1)
+        """(B, n, ...) -> (segments, B, n / segments, ...), padded at the end; so with parts in front."""
+        along = 1 if parts.count == 1 else 2
+        pad = [(0, -x.shape[along] % segments if i == along else 0) for i in range(x.ndim)]
+        x = jnp.pad(x, pad)
+        return jnp.moveaxis(x.reshape(*x.shape[:along], segments, -1, *x.shape[along + 1 :]), along, 0)
 
-    def segment(carry: Metrics, xs: tuple) -> tuple[Metrics, None]:
-        (hidden, labels, real), rollouts = xs
+    def abreast(x: Array) -> Array:
+        """Rollouts (segments * parts, B, M) -> (segments, parts, B, M)."""
+        if parts.count == 1:
+            return x
+        return constrain(x.reshape(-1, parts.count, *x.shape[1:]), None, "sequence", "batch", None)
+
+    def sums(hidden: Array, labels: Array, real: Array, rollouts: tuple) -> Metrics:
         depth = jnp.zeros((hidden.shape[1],), jnp.int32)
         if depth_counts:
             anchors, lengths = rollouts
@@ -282,12 +311,14 @@ def peagle_loss(
             return jnp.where(real, x, 0.0).sum(0) @ per_depth
 
         ones = jnp.ones_like(loss)
-        return carry + Metrics(by_depth(loss), by_depth(correct * ones), by_depth(ones)), None
+        return Metrics(by_depth(loss), by_depth(correct * ones), by_depth(ones))
+
+    def segment(carry: Metrics, xs: tuple) -> tuple[Metrics, None]:
+        return carry + parts.total(parts.map(sums, *xs)), None
 
     zero = jnp.zeros((depths,))
-    xs = ((chunks(hidden0), chunks(labels0), chunks(flags0)), (batch.anchors, batch.lengths))
-    if not depth_counts:
-        xs = (xs[0], ())
+    rollouts = (abreast(batch.anchors), abreast(batch.lengths)) if depth_counts else ()
+    xs = (chunks(hidden0), chunks(labels0), chunks(flags0), rollouts)
     metrics, _ = jax.lax.scan(rematerialised(segment, remat), Metrics(zero, zero, zero), xs)
     loss = jnp.sum(metrics.loss_sum * weights) / jnp.maximum(metrics.count.sum(), 1.0)
     return loss, jax.lax.stop_gradient(metrics)

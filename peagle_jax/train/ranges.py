@@ -10,7 +10,7 @@ from peagle_jax.train.errors import TrainError
 COUNT = "[1, 2147483647]"
 COUNT_OR_NONE = "[0, 2147483647]"
 DEPTH = "[1, 1024]"
-AT_ONCE = "[1, 65536]"  # rows, or parts of a row
+AT_ONCE = "[1, 65536]"  # rows, parts of a row, or devices
 SEED = "[0, 4294967295]"
 FACTOR = "[0, 1e+30]"  # what float32 still squares
 POSITIVE = "[1e-30, 1e+30]"
@@ -50,6 +50,9 @@ RANGES = {
     "optimizer.epochs": "[0, 10000]",
     "optimizer.batch_rows": AT_ONCE,
     "optimizer.micro_rows": COUNT_OR_NONE,
+    "mesh.data": "[0, 65536]",
+    "mesh.fsdp": AT_ONCE,
+    "mesh.sequence": AT_ONCE,
     "loss.depth_weights": FACTOR,
     "loss.ttt_steps": DEPTH,
     "loss.ttt_decay": "(0, 1]",

@@ -137,6 +137,20 @@ class OptimizerRecipe:
 
 
 @dataclasses.dataclass(frozen=True)
+class MeshRecipe:
+    """Devices along each axis of a mesh; it changes no result, and a run may go on with another one.
+
+    The rows of a micro-batch are split over ``data`` x ``fsdp``. ``fsdp`` also splits weights, their
+    moments and the target, which are put together only where they are used; ``sequence`` splits rows along
+    their length. ``data`` 0 takes the devices that the others leave.
+    """
+
+    data: int = 0
+    fsdp: int = 1
+    sequence: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
 class LossRecipe:
     """``kind``: KL to the target's distribution, or cross-entropy to its best token. ``depth_weights``
     scales the loss of each depth (empty: all 1). ``on_prompts`` trains on every token, not on answers
@@ -189,6 +203,7 @@ class Recipe:
     init: InitRecipe = InitRecipe()
     cod: CodRecipe = CodRecipe()
     optimizer: OptimizerRecipe = OptimizerRecipe()
+    mesh: MeshRecipe = MeshRecipe()
     loss: LossRecipe = LossRecipe()
     run: RunRecipe = RunRecipe()
 

@@ -22,6 +22,7 @@ from peagle_jax.train.data import Rows
 from peagle_jax.train.losses import Metrics
 from peagle_jax.train.online import online_target
 from peagle_jax.train.partition import Batch, peagle_loss
+from peagle_jax.train.placement import check_length
 from peagle_jax.train.recipe import Recipe, TrainError
 from peagle_jax.train.remat import Remat
 from peagle_jax.train.sources import open_source
@@ -74,8 +75,10 @@ def template_ids(tokenizer: Any) -> tuple[set[int], set[int]]:
 def make_objective(
     recipe: Recipe, cfg: DrafterConfig, row_length: int
 ) -> tuple[Objective, CodOptions | None]:
-    """The recipe's loss, and the options of its rollouts (None for EAGLE-3)."""
+    """The recipe's loss, and the options of its rollouts (None for EAGLE-3). There are as many segments of
+    rollouts for every part of a row as the recipe says."""
     kind, asked = recipe.loss.kind, recipe.optimizer.remat
+    parts = check_length(recipe, row_length)
     if recipe.method == "eagle3":
         weights = recipe.loss.depth_weights or tuple(
             recipe.loss.ttt_decay**s for s in range(recipe.loss.ttt_steps)
@@ -84,7 +87,7 @@ def make_objective(
         each_step: Remat = "full" if asked == "auto" else asked
 
         def eagle3(params: DrafterParams, head: Array, batch: Batch) -> tuple[Array, Metrics]:
-            return eagle3_loss(params, cfg, head, batch, weights, kind, each_step)
+            return eagle3_loss(params, cfg, head, batch, weights, kind, each_step, parts)
 
         return eagle3, None
     options = CodOptions(
@@ -92,7 +95,7 @@ def make_objective(
         ratio=recipe.cod.ratio,
         floor=recipe.cod.floor,
         max_anchors=recipe.cod.max_anchors,
-        segments=recipe.cod.segments,
+        segments=recipe.cod.segments * parts.count,
     )
     counts = depth_counts(row_length, options)
     if len(counts) + 1 < cfg.num_depths:
@@ -101,12 +104,12 @@ def make_objective(
             f"head.num_depths is {cfg.num_depths}; raise cod.ratio, cod.floor or cod.max_anchors"
         )
 
-    one = options.segments == 1
+    one = recipe.cod.segments == 1
     segment: Remat = ("off" if one else "full") if asked == "auto" else asked
 
     def peagle(params: DrafterParams, head: Array, batch: Batch) -> tuple[Array, Metrics]:
         weights = recipe.loss.depth_weights or None
-        return peagle_loss(params, cfg, head, batch, counts, weights, kind, segment)
+        return peagle_loss(params, cfg, head, batch, counts, weights, kind, segment, parts)
 
     return peagle, options
 
@@ -244,8 +247,10 @@ def build(recipe: Recipe) -> Setup:
     frozen = Frozen(
         embed=target.params.embed.astype(dtype),
         target_head=warm_start.target_rows(target.params, draft_ids).astype(dtype),
-        target=online_target(target.params, target.config, cfg.taps) if source.online else None,
     )
+    if source.online:
+        parts = check_length(recipe, train.row_length)
+        frozen = frozen.replace(target=online_target(target.params, target.config, cfg.taps, parts))
     if not recipe.head.train_lm_head:
         frozen = frozen.replace(lm_head=params.lm_head.astype(dtype))
         params = params.replace(lm_head=None)
@@ -277,7 +282,7 @@ def build(recipe: Recipe) -> Setup:
         "trained": {"embed": recipe.head.train_embed, "lm_head": recipe.head.train_lm_head},
         "head": dataclasses.asdict(cfg),
         "draft_ids": zlib.crc32(draft_ids.tobytes()) if draft_ids is not None else None,
-        "cod": None if options is None else dataclasses.asdict(options),
+        "cod": None if options is None else dataclasses.asdict(options) | {"segments": recipe.cod.segments},
         "seed": recipe.seed,
         "batch_rows": recipe.optimizer.batch_rows,
     }

@@ -11,9 +11,11 @@ from flax import struct
 from jaxtyping import Array, Float
 
 from peagle_jax.drafter.head import DrafterParams
+from peagle_jax.parallel.rules import gathered
 from peagle_jax.train.losses import Metrics
 from peagle_jax.train.online import OnlineTarget, with_features
 from peagle_jax.train.partition import Batch
+from peagle_jax.train.placement import ONE_DEVICE, Placement
 from peagle_jax.train.recipe import OptimizerRecipe
 
 Objective = Callable[[DrafterParams, Array, Batch], tuple[Array, Metrics]]
@@ -79,15 +81,19 @@ def make_optimizer(recipe: OptimizerRecipe, steps: int) -> optax.GradientTransfo
 
 
 def complete(params: DrafterParams, frozen: Frozen, dtype: jnp.dtype) -> DrafterParams:
-    """The head as it computes: matrices of ``dtype``, vectors float32, frozen tables in place."""
+    """The head as it computes: matrices of ``dtype``, vectors float32, frozen tables in place.
+
+    What a mesh splits is whole from here on, but for the embedding, of which few rows are read.
+    """
     cast = jax.tree.map(lambda w: w.astype(dtype) if w.ndim > 1 else w, params)
     if frozen.lm_head is not None:
         cast = cast.replace(lm_head=frozen.lm_head)
-    return cast.replace(embed=frozen.embed) if cast.embed is None else cast
+    embed = frozen.embed if cast.embed is None else cast.embed
+    return gathered(cast.replace(embed=None)).replace(embed=embed)
 
 
 def _summed(params: DrafterParams, frozen: Frozen, batch: Batch, objective: Objective, dtype: jnp.dtype):
-    loss, metrics = objective(complete(params, frozen, dtype), frozen.target_head, batch)
+    loss, metrics = objective(complete(params, frozen, dtype), gathered(frozen.target_head), batch)
     count = jnp.maximum(metrics.count.sum(), 1.0)
     return loss * jax.lax.stop_gradient(count), metrics
 
@@ -119,9 +125,14 @@ def gradients(
 
 
 def make_step(
-    optimizer: optax.GradientTransformation, objective: Objective, dtype: jnp.dtype
+    optimizer: optax.GradientTransformation,
+    objective: Objective,
+    dtype: jnp.dtype,
+    placement: Placement = ONE_DEVICE,
+    shardings: TrainState | None = None,
 ) -> Callable[[TrainState, Frozen, Batch], tuple[TrainState, StepReport]]:
-    """The jitted step. A step whose gradient is not finite leaves the state as it was."""
+    """The jitted step. A step whose gradient is not finite leaves the state as it was, and every step
+    leaves it where ``shardings`` say."""
 
     def step(state: TrainState, frozen: Frozen, batches: Batch) -> tuple[TrainState, StepReport]:
         loss, gradient, metrics = gradients(state.params, frozen, batches, objective, dtype)
@@ -132,16 +143,16 @@ def make_step(
         state = jax.tree.map(lambda a, b: jnp.where(fine, a, b), new, state)
         return state, StepReport(loss, metrics, squares)
 
-    return jax.jit(step, donate_argnums=0)
+    return placement.compile(step, (shardings, placement.everywhere), donate=(0,))
 
 
 def make_evaluation(
-    objective: Objective, dtype: jnp.dtype
+    objective: Objective, dtype: jnp.dtype, placement: Placement = ONE_DEVICE
 ) -> Callable[[DrafterParams, Frozen, Batch], Metrics]:
     """The jitted sums per depth of one batch (without the micro-batch axis)."""
 
     def evaluate(params: DrafterParams, frozen: Frozen, batch: Batch) -> Metrics:
         batch = with_features(batch, frozen.target, frozen.embed)
-        return objective(complete(params, frozen, dtype), frozen.target_head, batch)[1]
+        return objective(complete(params, frozen, dtype), gathered(frozen.target_head), batch)[1]
 
-    return jax.jit(evaluate)
+    return placement.compile(evaluate, placement.everywhere)

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float
 from peagle_jax.config import DrafterConfig
 from peagle_jax.drafter.head import DrafterParams, fuse, run_head
 from peagle_jax.layers.attention import NEGATIVE, grouped, ungrouped
+from peagle_jax.parallel.sequence import WHOLE, SequenceParts
 from peagle_jax.train.losses import LossKind, Metrics
 from peagle_jax.train.partition import Batch, row_losses, shifted, supervised
 from peagle_jax.train.remat import Remat, rematerialised
@@ -26,17 +27,17 @@ Rows = tuple[Array, Array]
 def unrolled_attention(
     q: Float[Array, "b n q h"],
     steps: list[Rows],
-    causal: Bool[Array, "b n n"],
+    causal: Bool[Array, "b n s"],
     dtype: jnp.dtype,
 ) -> Float[Array, "b n qh"]:
     """Attention of step s = len(steps) - 1: step-0 keys by ``causal``, later keys at the row's own
-    position only."""
+    position only. Step-0 keys may be more than the rows of q, which are a part of them then."""
     b, n, heads, h = q.shape
     k0, v0 = (x.astype(dtype) for x in steps[0])
-    g = k0.shape[2]
+    keys, g = k0.shape[1:3]
     q = q * h**-0.5
     old = jnp.einsum("bgth,bsgh->bgts", grouped(q, g).astype(dtype), k0, preferred_element_type=jnp.float32)
-    old = jnp.where(causal[:, None, None], old.reshape(b, g, -1, n, n), NEGATIVE)  # (B, G, r, n, n)
+    old = jnp.where(causal[:, None, None], old.reshape(b, g, -1, n, keys), NEGATIVE)  # (B, G, r, n, s)
     apart = q.reshape(b, n, g, -1, h)
     own = [jnp.sum(apart * k[:, :, :, None], -1).transpose(0, 2, 3, 1) for k, _ in steps[1:]]
     top = old.max(-1)
@@ -46,7 +47,7 @@ def unrolled_attention(
     p_old = jnp.exp(old - top[..., None])
     p_own = [jnp.exp(scores - top) for scores in own]
     total = p_old.sum(-1) + sum(p_own)  # (B, G, r, n)
-    flat = p_old.astype(dtype).reshape(b, g, -1, n)
+    flat = p_old.astype(dtype).reshape(b, g, -1, keys)
     out = jnp.einsum("bgts,bsgh->bgth", flat, v0, preferred_element_type=jnp.float32)
     out = ungrouped(out / total.reshape(b, g, -1, 1), n)
     for p, (_, v) in zip(p_own, steps[1:], strict=True):
@@ -63,37 +64,42 @@ def eagle3_loss(
     step_weights: tuple[float, ...],
     kind: LossKind = "kl",
     remat: Remat = "full",
+    parts: SequenceParts = WHOLE,
 ) -> tuple[Float[Array, ""], Metrics]:
     """Weighted mean loss over the supervised rows of all steps.
 
     ``step_weights`` has one weight a step. Unlike the original's soft cross-entropy, whose gradient
     is the same, KL is zero for a perfect head; rows whose best target token lies outside the draft
     vocabulary are kept, as in ``peagle_loss``. ``remat`` is what is kept of a step until the reverse
-    pass.
+    pass. ``parts`` works on so many parts of every row, which a mesh can hold apart.
     """
     n, dtype = batch.tokens.shape[1], params.fc.dtype
     along = jnp.arange(n)
     causal = (batch.segment_ids[:, :, None] == batch.segment_ids[:, None]) & (along <= along[:, None])
 
-    def run(step: int, g: Array, earlier: list[list[Rows]]) -> tuple[Array, list[Rows], tuple[Array, ...]]:
+    def part(g: Array, earlier: list[list[Rows]], seen: Array, tokens: Array, positions: Array, *ends: Array):
         def attend_for(layer: int):
             def attend(q: Array, k: Array, v: Array) -> Array:
-                steps = [rows[layer] for rows in earlier] + [(k, v)]
-                return unrolled_attention(q, steps, causal, dtype)
+                (k0, v0), *later = [rows[layer] for rows in earlier] + [(k, v)]
+                return unrolled_attention(q, [(parts.whole(k0), parts.whole(v0)), *later], seen, dtype)
 
             return attend
 
-        tokens = shifted(batch.tokens, 1 + step)
         attends = [attend_for(i) for i in range(cfg.num_layers)]
-        hidden, rows = run_head(params, cfg, tokens, g, batch.positions + step, attends)
-        labels = shifted(batch.target_hidden, 1 + step)
+        hidden, rows = run_head(params, cfg, tokens, g, positions, attends)
+        labels, real = ends
         loss, agreed = row_losses(params, cfg, target_head, hidden, labels, kind)
-        real = supervised(batch, 2 + step)
         correct = (agreed & real).sum()
         sums = (jnp.where(real, loss, 0.0).sum(), correct.astype(jnp.float32), real.sum().astype(jnp.float32))
         return hidden, rows, sums
 
-    g = fuse(params, cfg, batch.features)
+    def run(step: int, g: Array, earlier: list[list[Rows]]) -> tuple[Array, list[Rows], tuple[Array, ...]]:
+        inputs = (causal, shifted(batch.tokens, 1 + step), batch.positions + step)
+        ends = (shifted(batch.target_hidden, 1 + step), supervised(batch, 2 + step))
+        hidden, rows, sums = parts.map(part, g, earlier, *map(parts.split, (*inputs, *ends)))
+        return hidden, rows, parts.total(sums)
+
+    g = parts.map(lambda features: fuse(params, cfg, features), parts.split(batch.features))
     earlier: list[list[Rows]] = []
     totals = []
     for step in range(len(step_weights)):

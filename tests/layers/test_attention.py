@@ -74,3 +74,13 @@ def test_blockwise_rows_have_the_gradients_of_whole_rows():
     )
     for a, b in zip(whole, parts, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_a_part_of_a_row_reads_the_keys_of_all_of_it():
+    n, start, t = 10, 3, 5
+    q, k, v = random(B, n, N, H), random(B, n, G, H, seed=1), random(B, n, G, H, seed=2)
+    ids = jnp.array([[0] * 4 + [1] * 6, [2] * 10])
+    part = slice(start, start + t)
+    queries = (ids[:, part], jnp.arange(n)[part])
+    got = packed_attention(q[:, part], k, v, ids, block=2, queries=queries)
+    np.testing.assert_allclose(got, packed_attention(q, k, v, ids)[:, part], atol=1e-5)

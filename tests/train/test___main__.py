@@ -5,7 +5,7 @@ import os
 import pytest
 import yaml
 
-from peagle_jax.train import __main__
+from peagle_jax.train import __main__, processes
 from peagle_jax.train.__main__ import main
 from peagle_jax.train.recipe import recipe_dict
 from tests.train import tiny_run
@@ -181,3 +181,20 @@ def test_endless_epochs_are_refused(capsys, tmp_path, epochs):
     (tmp_path / "r.yaml").write_text(f"optimizer: {{epochs: {yaml.safe_dump(epochs).split()[0]}}}\n")
     assert main(["--config", str(tmp_path / "r.yaml")]) == 2
     assert "optimizer.epochs must lie in [0, 10000]" in error_of(capsys)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--process-id", "0"], "--num-processes and --process-id belong to --distributed"),
+        (["--distributed", "--num-processes", "2"], "are given together or not at all"),
+        (
+            ["--distributed", "--coordinator-address", "a:1", "--num-processes", "2", "--process-id", "2"],
+            "--process-id must lie in 0..--num-processes - 1, found 2 of 2",
+        ),
+    ],
+)
+def test_processes_that_are_named_by_halves_are_refused(capsys, monkeypatch, tmp_path, arguments, words):
+    monkeypatch.setattr(processes, "leave", lambda status: None)  # it would end the tests
+    assert main(["--config", write_recipe(tmp_path), *arguments]) == 2
+    assert words in error_of(capsys)

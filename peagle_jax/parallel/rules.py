@@ -1,0 +1,151 @@
+"""Which axis of which array is split over which axis of the mesh: one table of names, one of rules.
+
+Models and losses name the axes of their arrays; only RULES knows a mesh. Outside of a mesh (one device,
+or inside a mapped replica) ``constrain`` and ``gathered`` do nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from peagle_jax.parallel.mesh import MeshError
+
+RULES: dict[str, tuple[str, ...]] = {
+    "batch": ("data", "fsdp"),
+    "sequence": ("sequence",),
+    # Of a weight's axes the first of these that divides is split, the others stay whole.
+    "model": ("fsdp",),
+    "input": ("fsdp",),
+    "features": ("fsdp",),
+    "ffn": ("fsdp",),
+    "heads": ("fsdp",),
+    "kv_heads": ("fsdp",),
+    "vocabulary": ("fsdp",),
+    # Norms and biases are a ten-thousandth of a head, and a scan takes layers one by one.
+    "vector": (),
+    "layers": (),
+}
+"""Mesh axes by the name of an array's axis, in the order in which a weight's axes are tried."""
+
+VECTOR = ("vector",)
+WEIGHTS: dict[str, tuple[str, ...]] = {
+    # blocks
+    "attn_norm": VECTOR,
+    "wq": ("input", "heads"),
+    "wk": ("input", "kv_heads"),
+    "wv": ("input", "kv_heads"),
+    "wo": ("heads", "model"),
+    "mlp_norm": VECTOR,
+    "w_gate": ("model", "ffn"),
+    "w_up": ("model", "ffn"),
+    "w_down": ("ffn", "model"),
+    "bq": VECTOR,
+    "bk": VECTOR,
+    "bv": VECTOR,
+    "bo": VECTOR,
+    "b_gate": VECTOR,
+    "b_up": VECTOR,
+    "b_down": VECTOR,
+    "q_norm": VECTOR,
+    "k_norm": VECTOR,
+    # targets and heads
+    "embed": ("vocabulary", "model"),
+    "lm_head": ("vocabulary", "model"),
+    "target_head": ("vocabulary", "model"),
+    "final_norm": VECTOR,
+    "fc": ("features", "model"),
+    "fc_bias": VECTOR,
+    "hidden_norm": VECTOR,
+    "mask_hidden": VECTOR,
+    "input_norm": VECTOR,
+    "draft_to_target": VECTOR,
+}
+"""Names of a weight's axes by its field; a stack of layers has one more in front."""
+
+
+_SPLITTING = {axis for names in WEIGHTS.values() for name in names for axis in RULES[name]}
+
+
+def spec(names: tuple[str | None, ...], sizes: Mapping[str, int]) -> PartitionSpec:
+    """Where the axes ``names`` go on a mesh of ``sizes``; mesh axes of one device are left out."""
+    parts = []
+    for name in names:
+        axes = () if name is None else tuple(a for a in RULES[name] if sizes.get(a, 1) > 1)
+        parts.append(axes if len(axes) > 1 else axes[0] if axes else None)
+    return PartitionSpec(*parts)
+
+
+def _field(path: tuple[Any, ...]) -> str:
+    last = path[-1] if path else None
+    return str(getattr(last, "name", getattr(last, "key", "")))
+
+
+def _axis_names(path: tuple[Any, ...], ndim: int) -> tuple[str, ...]:
+    field = _field(path)
+    if ndim and field not in WEIGHTS:
+        raise MeshError(f"the rules name no axes for the weight {field!r}; add it to WEIGHTS")
+    names = WEIGHTS[field] if ndim else ()
+    return ("layers", *names) if ndim > len(names) else names
+
+
+def weight_spec(path: tuple[Any, ...], shape: tuple[int, ...], sizes: Mapping[str, int]) -> PartitionSpec:
+    """Where a weight goes, or a moment of it, with ``path`` in its tree. Vectors stay whole.
+
+    Raises:
+        MeshError: the rules do not know the weight, or none of its axes divides.
+    """
+    if all(sizes.get(axis, 1) == 1 for axis in _SPLITTING):
+        return PartitionSpec()
+    names = _axis_names(path, len(shape))
+    candidates = [name for name in RULES if name in names and RULES[name]]
+    for name in candidates:
+        at = names.index(name)
+        if shape[at] % _parts(name, sizes) == 0:
+            only = tuple(n if i == at else None for i, n in enumerate(names))
+            return spec(only, sizes)
+    if candidates:
+        parts = _parts(candidates[0], sizes)
+        raise MeshError(
+            f"mesh.fsdp {parts} divides no axis of {_field(path)}, which is {shape}; choose a "
+            "divisor of one of them"
+        )
+    return PartitionSpec()
+
+
+def _parts(name: str, sizes: Mapping[str, int]) -> int:
+    return math.prod(sizes.get(axis, 1) for axis in RULES[name])
+
+
+def weight_shardings(tree: Any, mesh: Mesh) -> Any:
+    """The shardings of a tree of weights, moments and scalars (arrays, or anything with a shape).
+
+    Raises MeshError as ``weight_spec`` does.
+    """
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: NamedSharding(mesh, weight_spec(path, leaf.shape, mesh.shape)), tree
+    )
+
+
+def _ambient_sizes() -> dict[str, int]:
+    """Axes of the mesh that ``jax.set_mesh`` has set and that the compiler splits over, if any."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return {name: mesh.shape[name] for name, kind in kinds if kind == AxisType.Auto}
+
+
+def constrain(x: jax.Array, *names: str | None) -> jax.Array:
+    """``x`` with its axes where the rules put ``names``, one a dimension; None is whole on every device."""
+    sizes = _ambient_sizes()
+    if max(sizes.values(), default=1) == 1:
+        return x
+    return jax.lax.with_sharding_constraint(x, spec(names, sizes))
+
+
+def gathered(tree: Any) -> Any:
+    """The weights whole on every device, for the time of their use. Their cotangents come back summed."""
+    return jax.tree.map(lambda w: constrain(w, *(None,) * w.ndim), tree)

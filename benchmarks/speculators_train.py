@@ -174,6 +174,9 @@ def rollouts(anchor: np.ndarray, depth: np.ndarray, segments: int) -> tuple[np.n
 
 def run_ours(folder: Path, n: int, segments: int, repeats: int) -> dict[str, Any]:
     """Our step on what ``run_theirs`` left."""
+    from peagle_jax.xla import tune_cpu
+
+    tune_cpu()  # as every command does
     import jax
     import jax.numpy as jnp
     import optax

@@ -14,6 +14,7 @@ from typing import Any, NoReturn, TextIO
 
 from peagle_jax.checkpoint.errors import CheckpointError
 from peagle_jax.config import ConfigError
+from peagle_jax.xla import tune_cpu
 
 
 class Parser(argparse.ArgumentParser):
@@ -70,6 +71,7 @@ def run_command(main: Callable[[], int]) -> int:
     What the encoding of stdout lacks is printed as an escape; a stdout or stderr that is closed is
     replaced, as libraries count on there being one.
     """
+    tune_cpu()
     sys.stdout, sys.stderr = sys.stdout or _nowhere(), sys.stderr or _nowhere()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

@@ -316,7 +316,7 @@ def main() -> int:
     add("--segments", type=numbers, default=[2, 4, 8], help="S of the paper's partition")
     add("--time-up-to", type=int, default=4096, help="longer sequences are compiled for their memory only")
     add("--flat-up-to", type=int, default=4096, help="longer sequences have no flat pass")
-    add("--segment-rows", type=int, default=4096, help="about how many mask rows a segment of ours holds")
+    add("--segment-rows", type=int, default=1024, help="about how many mask rows a segment of ours holds")
     add("--repeats", type=int, default=3)
     add("--depths", type=int, default=8, help="K")
     add("--ratio", type=float, default=0.8, help="r")

@@ -4,8 +4,8 @@
 
 Runs in the environment of `make parity`, which has both. Each engine runs in a process of its own, so
 that its peak memory is its own: first speculators, which samples the rows and leaves weights, inputs
-and rows in files, then ours on the same. A step is loss, gradients and AdamW in float32, without
-gradient checkpointing; times are the best of ``--repeats``. Losses must agree.
+and rows in files, then ours on the same. A step is loss, gradients and AdamW in float32; neither
+computes anything twice; times are the best of ``--repeats``. Losses must agree.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def rollouts(anchor: np.ndarray, depth: np.ndarray, segments: int) -> tuple[np.n
     return found[0], found[1]
 
 
-def run_ours(folder: Path, n: int, segments: int, repeats: int) -> dict[str, Any]:
+def run_ours(folder: Path, n: int, segment_rows: int, repeats: int) -> dict[str, Any]:
     """Our step on what ``run_theirs`` left."""
     from peagle_jax.xla import tune_cpu
 
@@ -197,6 +197,8 @@ def run_ours(folder: Path, n: int, segments: int, repeats: int) -> dict[str, Any
     cfg, params = load_head(folder / "head", target, none)
     lm_head, target_head = params.lm_head, jnp.array(saved["target_head"])
     params = params.replace(draft_to_target=None, lm_head=None)  # speculators keeps lm_head frozen
+    masks = int((saved["depth"] > 0).sum())
+    segments = max(1, round(masks / segment_rows))
     anchors, lengths = rollouts(saved["anchor"], saved["depth"], segments)
     counts = tuple(int((lengths >= d).sum(-1).max()) for d in range(1, DEPTHS))
     flags = np.zeros(n, bool)
@@ -215,7 +217,7 @@ def run_ours(folder: Path, n: int, segments: int, repeats: int) -> dict[str, Any
     state = [params, optimizer.init(params)]
 
     def loss(params: Any, lm_head: Any, target_head: Any, batch: Batch) -> Any:
-        return peagle_loss(params.replace(lm_head=lm_head), cfg, target_head, batch, counts, remat="off")[0]
+        return peagle_loss(params.replace(lm_head=lm_head), cfg, target_head, batch, counts)[0]
 
     def update(params: Any, moments: Any, *fixed: Any) -> Any:
         value, gradient = jax.value_and_grad(loss)(params, *fixed)
@@ -230,8 +232,7 @@ def run_ours(folder: Path, n: int, segments: int, repeats: int) -> dict[str, Any
 
     count = sum(w.size for w in jax.tree.leaves(params))
     found = best_of(step, repeats)
-    rows = n + int(sum((saved["depth"] > 0).astype(int)))
-    return {**found, "rows": rows, "segments": segments, "trained_weights": count}
+    return {**found, "rows": n + masks, "segments": segments, "trained_weights": count}
 
 
 def compare(n: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -242,7 +243,7 @@ def compare(n: int, args: argparse.Namespace) -> dict[str, Any]:
             print(f"n = {n}: {engine}", file=sys.stderr)
             command = [sys.executable, __file__, "--engine", engine, "--folder", folder, "--lengths", str(n)]
             command += ["--attention", args.attention, "--repeats", str(args.repeats)]
-            command += ["--segments", str(args.segments)]
+            command += ["--segment-rows", str(args.segment_rows)]
             done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
             found[engine] = json.loads(done.stdout.splitlines()[-1])
     theirs, ours = found["speculators"], found["peagle_jax"]
@@ -259,7 +260,7 @@ def main() -> int:
     add = parser.add_argument
     add("--lengths", type=lambda text: [int(n) for n in text.split(",")], default=[512, 1024])
     add("--attention", default="sdpa", help="speculators': eager, sdpa or simple_flex_attention")
-    add("--segments", type=int, default=1, help="of our scan")
+    add("--segment-rows", type=int, default=1024, help="about how many mask rows a segment of our scan holds")
     add("--repeats", type=int, default=3)
     add("--out", type=Path, help="write the JSON here too")
     add("--engine", choices=["speculators", "peagle_jax"], help=argparse.SUPPRESS)
@@ -269,7 +270,7 @@ def main() -> int:
         print(json.dumps(run_theirs(args.folder, args.lengths[0], args.attention, args.repeats)))
         return 0
     if args.engine:
-        print(json.dumps(run_ours(args.folder, args.lengths[0], args.segments, args.repeats)))
+        print(json.dumps(run_ours(args.folder, args.lengths[0], args.segment_rows, args.repeats)))
         return 0
     report: dict[str, Any] = describe_machine(("jax", "jaxlib", "torch", "speculators", "numpy"))
     report |= {"K": DEPTHS, "r": RATIO, "layers": LAYERS, "draft_vocab": DRAFT_VOCAB, "lengths": {}}

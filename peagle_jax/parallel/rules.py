@@ -149,3 +149,15 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
 def gathered(tree: Any) -> Any:
     """The weights whole on every device, for the time of their use. Their cotangents come back summed."""
     return jax.tree.map(lambda w: constrain(w, *(None,) * w.ndim), tree)
+
+
+def split_as_stored(tree: Any) -> Any:
+    """Weights, or gradients of them, split as ``weight_spec`` stores them."""
+    sizes = _ambient_sizes()
+    if max(sizes.values(), default=1) == 1:
+        return tree
+
+    def one(path: tuple[Any, ...], w: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(w, weight_spec(path, w.shape, sizes))
+
+    return jax.tree_util.tree_map_with_path(one, tree)

@@ -6,14 +6,15 @@ depth-0 rows up to its anchor and its own rollout's rows up to its depth (p-eagl
 
 Depth-0 rows never see mask rows, so they run once, as an ordinary causal pass that leaves each
 layer's keys and values. Segments of rollouts then read those, and each row's at most K-1 rollout
-mates, as two parts of one softmax. Reverse mode through the scan adds up the cotangents of the
-depth-0 keys and values, so that the gradients are those of the flat N x K pass, while no row is
-computed twice and only one segment is alive at a time.
+mates, as two parts of one softmax. Each segment's gradient is taken with its loss, and those of the
+weights and of the depth-0 keys and values add up over the scan (accumulation.py), so that the gradients
+are those of the flat N x K pass, while no row is computed twice and one segment is alive at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 import jax
@@ -24,11 +25,15 @@ from jaxtyping import Array, Float
 from peagle_jax.config import DrafterConfig
 from peagle_jax.drafter.head import DrafterParams, draft_logits, fuse, run_head
 from peagle_jax.layers.attention import NEGATIVE, grouped, packed_attention, rows_at_once
-from peagle_jax.layers.linear import vocabulary_product
-from peagle_jax.parallel.rules import constrain
+from peagle_jax.layers.linear import table_rows, vocabulary_product
+from peagle_jax.parallel.rules import constrain, split_as_stored
 from peagle_jax.parallel.sequence import WHOLE, SequenceParts
+from peagle_jax.train.accumulation import summed
 from peagle_jax.train.losses import LossKind, Metrics, agrees, distillation_loss
 from peagle_jax.train.remat import Remat, rematerialised
+
+Shared = tuple[DrafterParams, list[tuple[Array, Array]]]
+"""What all segments read and learn: the head, and each layer's depth-0 keys and values."""
 
 
 @struct.dataclass
@@ -224,7 +229,10 @@ def rollout_hidden(
     lengths: Array,
     counts: tuple[int, ...],
 ) -> Float[Array, "b m d"]:
-    """Pre-norm hidden states of a segment's mask rows. ``context`` is each layer's k and v, (B, n, G, H)."""
+    """Pre-norm hidden states of a segment's mask rows. ``context`` is each layer's k and v, (B, n, G, H).
+
+    ``params.embed`` is one row here, the mask token's.
+    """
     anchor, depth, real = segment_rows(batch, anchors, lengths, counts)
     along = jnp.arange(batch.tokens.shape[1])
 
@@ -239,7 +247,7 @@ def rollout_hidden(
         lambda q, k, v, kv=kv: rollout_attention(q, k, v, kv, sees, rows, counts, dtype) for kv in context
     ]
     # Every mask row has the same input, so fc and the first projections run for one row.
-    token = jnp.full((1, 1), cfg.mask_token_id)
+    token = jnp.zeros((1, 1), jnp.int32)
     g = fuse(params, cfg, cast(Array, params.mask_hidden).reshape(1, 1, -1))
     return run_head(params, cfg, token, g, positions, attends)[0]
 
@@ -252,14 +260,14 @@ def peagle_loss(
     depth_counts: tuple[int, ...],
     depth_weights: tuple[float, ...] | None = None,
     kind: LossKind = "kl",
-    remat: Remat = "full",
+    remat: Remat = "off",
     parts: SequenceParts = WHOLE,
 ) -> tuple[Float[Array, ""], Metrics]:
     """Mean weighted loss over all supervised rows of depths 0..K-1 (p-eagle-spec 3.7).
 
     ``depth_counts`` is (M_1, ..., M_{K-1}), the rows of each depth in one segment, and may be
     empty (K = 1). ``target_head`` are the target's vocabulary rows at the draft ids. ``remat`` is
-    what is kept of a segment until the reverse pass; "full" has one segment alive at a time.
+    what is kept of a segment's forward pass for its own reverse pass, which follows at once.
 
     ``parts`` works on so many parts of every row and on as many segments at a time, so that a mesh can
     hold them apart; the number of segments is a multiple of it.
@@ -292,7 +300,8 @@ def peagle_loss(
             return x
         return constrain(x.reshape(-1, parts.count, *x.shape[1:]), None, "sequence", "batch", None)
 
-    def sums(hidden: Array, labels: Array, real: Array, rollouts: tuple) -> Metrics:
+    def sums(shared: Shared, hidden: Array, labels: Array, real: Array, rollouts: tuple) -> Metrics:
+        params, context = shared
         depth = jnp.zeros((hidden.shape[1],), jnp.int32)
         if depth_counts:
             anchors, lengths = rollouts
@@ -313,12 +322,16 @@ def peagle_loss(
         ones = jnp.ones_like(loss)
         return Metrics(by_depth(loss), by_depth(correct * ones), by_depth(ones))
 
-    def segment(carry: Metrics, xs: tuple) -> tuple[Metrics, None]:
-        return carry + parts.total(parts.map(sums, *xs)), None
+    def segment(shared: Shared, hidden: Array, constants: tuple) -> tuple[Array, Metrics]:
+        metrics = parts.total(parts.map(partial(sums, shared), hidden, *constants))
+        return jnp.sum(metrics.loss_sum * weights), metrics
 
-    zero = jnp.zeros((depths,))
+    def place(gradient: Shared) -> Shared:
+        return split_as_stored(gradient[0]), gradient[1]
+
     rollouts = (abreast(batch.anchors), abreast(batch.lengths)) if depth_counts else ()
-    xs = (chunks(hidden0), chunks(labels0), chunks(flags0), rollouts)
-    metrics, _ = jax.lax.scan(rematerialised(segment, remat), Metrics(zero, zero, zero), xs)
-    loss = jnp.sum(metrics.loss_sum * weights) / jnp.maximum(metrics.count.sum(), 1.0)
-    return loss, jax.lax.stop_gradient(metrics)
+    constants = (chunks(labels0), chunks(flags0), rollouts)
+    mask_row = table_rows(params.embed, jnp.array([cfg.mask_token_id]))
+    shared = (params.replace(embed=mask_row), context)
+    total, metrics = summed(rematerialised(segment, remat), place, shared, chunks(hidden0), constants)
+    return total / jnp.maximum(metrics.count.sum(), 1.0), jax.lax.stop_gradient(metrics)

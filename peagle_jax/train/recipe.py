@@ -117,7 +117,7 @@ class OptimizerRecipe:
 
     ``micro_rows`` and ``remat`` trade time for memory and change no result: rows a micro-batch (0: all),
     and what the reverse pass keeps of a segment (P-EAGLE) or a step (EAGLE-3): everything ("off"), the
-    results of matrix products ("dots") or nothing ("full"). "auto" is "off" where there is one segment.
+    results of matrix products ("dots") or nothing ("full"). "auto" is "off" for a segment, "full" for a step.
     """
 
     learning_rate: float = 1e-4

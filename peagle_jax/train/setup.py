@@ -104,8 +104,7 @@ def make_objective(
             f"head.num_depths is {cfg.num_depths}; raise cod.ratio, cod.floor or cod.max_anchors"
         )
 
-    one = recipe.cod.segments == 1
-    segment: Remat = ("off" if one else "full") if asked == "auto" else asked
+    segment: Remat = "off" if asked == "auto" else asked
 
     def peagle(params: DrafterParams, head: Array, batch: Batch) -> tuple[Array, Metrics]:
         weights = recipe.loss.depth_weights or None

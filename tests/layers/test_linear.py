@@ -49,3 +49,13 @@ def test_table_rows_are_the_tables_rows(dtype):
     got = table_rows(table, ids)
     assert got.dtype == jnp.float32
     np.testing.assert_array_equal(got, table.astype(jnp.float32)[ids])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_table_learns_from_the_rows_that_are_read(dtype):
+    """Narrow tables are read through their bits, which have no gradient."""
+    table, ids = random(7, 3).astype(dtype), jnp.array([[2, 5], [2, 0]])
+    weights = jnp.array([[1.0, 2.0], [4.0, 8.0]])
+    gradient = jax.grad(lambda t: jnp.sum(table_rows(t, ids) * weights[..., None]))(table)
+    assert gradient.dtype == dtype
+    np.testing.assert_array_equal(gradient[:, 0], [8, 0, 5, 0, 0, 2, 0])

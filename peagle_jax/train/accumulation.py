@@ -13,7 +13,52 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax.custom_derivatives import SymbolicZero
+
+
+@struct.dataclass
+class Learned:
+    """Which leaves of a tree somebody differentiates."""
+
+    flags: tuple[bool, ...] = struct.field(pytree_node=False)
+    shape: Any = struct.field(pytree_node=False)
+
+    def pick(self, tree: Any) -> list[jax.Array | None]:
+        """The learned leaves in order, None for the others."""
+        pairs = zip(jax.tree.leaves(tree), self.flags, strict=True)
+        return [leaf if wanted else None for leaf, wanted in pairs]
+
+    def put(self, some: list[jax.Array | None], tree: Any) -> Any:
+        """``tree`` with the leaves of ``pick`` in place; ``tree`` None is None everywhere."""
+        rest = [None] * len(self.flags) if tree is None else jax.tree.leaves(tree)
+        pairs = zip(some, rest, strict=True)
+        return jax.tree.unflatten(self.shape, [other if leaf is None else leaf for leaf, other in pairs])
+
+
+def learned_of(primals: Any) -> Learned:
+    """Of what a custom rule with symbolic zeros is given."""
+    leaves, shape = jax.tree.flatten(primals, is_leaf=_is_primal)
+    return Learned(tuple(bool(leaf.perturbed) for leaf in leaves), shape)
+
+
+def values_of(primals: Any) -> Any:
+    """The arrays of what a custom rule with symbolic zeros is given."""
+    return jax.tree.map(lambda p: p.value, primals, is_leaf=_is_primal)
+
+
+def materialised(cotangents: Any) -> Any:
+    """Arrays, also where nothing depends on a result."""
+    return jax.tree.map(
+        lambda c: jnp.zeros(c.shape, c.dtype) if isinstance(c, SymbolicZero) else c,
+        cotangents,
+        is_leaf=lambda c: isinstance(c, SymbolicZero),
+    )
+
+
+def _is_primal(x: Any) -> bool:
+    return hasattr(x, "perturbed")
+
 
 Body = Callable[[Any, Any, Any], tuple[jax.Array, Any]]
 """(shared, of this segment, constants of this segment) -> (loss, sums to report)."""
@@ -42,18 +87,13 @@ def _zeros(body: Body, shared: Any, each: Any, constants: Any) -> Any:
 def _forward(
     body: Body, place: Callable[[Any], Any], shared: Any, each: Any, constants: Any
 ) -> tuple[Any, Any]:
-    leaves, shape = jax.tree.flatten(shared, is_leaf=_is_primal)
-    learned = [leaf.perturbed for leaf in leaves]
-    shared, each, constants = (
-        jax.tree.map(lambda p: p.value, x, is_leaf=_is_primal) for x in (shared, each, constants)
-    )
-    values = jax.tree.leaves(shared)
+    learned = learned_of(shared)
+    shared, each, constants = values_of((shared, each, constants))
 
     def loss(some: list[jax.Array | None], x: Any, fixed: Any) -> tuple[jax.Array, Any]:
-        pairs = zip(some, values, strict=True)
-        return body(jax.tree.unflatten(shape, [v if s is None else s for s, v in pairs]), x, fixed)
+        return body(learned.put(some, shared), x, fixed)
 
-    some = [v if wanted else None for v, wanted in zip(values, learned, strict=True)]
+    some = learned.pick(shared)
 
     def step(carry: Any, xs: Any) -> tuple[Any, Any]:
         sums, gradient = carry
@@ -63,8 +103,7 @@ def _forward(
 
     def placed(gradient: list[jax.Array | None]) -> Any:
         """Float32, under the names of ``shared``; None stays None."""
-        tree = jax.tree.unflatten(shape, [None if g is None else g.astype(jnp.float32) for g in gradient])
-        return place(tree)
+        return place(learned.put([None if g is None else g.astype(jnp.float32) for g in gradient], None))
 
     none = placed([None if v is None else jnp.zeros(v.shape) for v in some])
     start = (_zeros(body, shared, each, constants), none)
@@ -72,16 +111,10 @@ def _forward(
     return sums, (gradient, d_each, shared)
 
 
-def _is_primal(x: Any) -> bool:
-    return hasattr(x, "perturbed")
-
-
 def _backward(body: Body, place: Callable[[Any], Any], residual: Any, cotangent: Any) -> tuple[Any, Any, Any]:
     del body, place
     gradient, d_each, shared = residual
-    factor = cotangent[0]
-    if isinstance(factor, SymbolicZero):
-        factor = jnp.zeros(())
+    factor = materialised(cotangent[0])
 
     def scaled(d: Any, value: jax.Array) -> Any:
         return None if d is None else (d * factor).astype(value.dtype)

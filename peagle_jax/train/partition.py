@@ -24,11 +24,12 @@ from jaxtyping import Array, Float
 
 from peagle_jax.config import DrafterConfig
 from peagle_jax.drafter.head import DrafterParams, draft_logits, fuse, run_head
-from peagle_jax.layers.attention import NEGATIVE, grouped, packed_attention, rows_at_once
+from peagle_jax.layers.attention import NEGATIVE, grouped, rows_at_once
 from peagle_jax.layers.linear import table_rows, vocabulary_product
 from peagle_jax.parallel.rules import constrain, split_as_stored
 from peagle_jax.parallel.sequence import WHOLE, SequenceParts
 from peagle_jax.train.accumulation import summed
+from peagle_jax.train.depth_zero import Positions, depth_zero
 from peagle_jax.train.losses import LossKind, Metrics, agrees, distillation_loss
 from peagle_jax.train.remat import Remat, rematerialised
 
@@ -72,6 +73,11 @@ def supervised(batch: Batch, ahead: int = 2) -> Array:
     return flags & inside
 
 
+def depth_zero_inputs(batch: Batch) -> Positions:
+    """What the depth-0 pass reads."""
+    return Positions(shifted(batch.tokens, 1), batch.segment_ids, batch.positions, batch.features)
+
+
 def row_losses(
     params: DrafterParams,
     cfg: DrafterConfig,
@@ -85,27 +91,6 @@ def row_losses(
     draft = draft_logits(params, cfg, hidden)
     loss = distillation_loss(draft, jax.lax.stop_gradient(target), kind, params.lm_head.dtype)
     return cast(Array, loss), agrees(draft, target)
-
-
-def depth_zero(
-    params: DrafterParams, cfg: DrafterConfig, batch: Batch, parts: SequenceParts = WHOLE
-) -> tuple[Float[Array, "b n d"], list[tuple[Array, Array]]]:
-    """The ordinary causal pass over all positions: hidden states and each layer's k and v, as ``parts``
-    splits them."""
-    all_ids, dtype = batch.segment_ids, params.fc.dtype
-
-    def part(tokens: Array, ids: Array, positions: Array, features: Array, index: Array):
-        queries = None if parts.count == 1 else (ids, index)
-
-        def attend(q: Array, k: Array, v: Array) -> Array:
-            k, v = (parts.whole(x) for x in (k, v))
-            return packed_attention(q, k, v, all_ids, dtype, queries=queries)
-
-        g = fuse(params, cfg, features)
-        return run_head(params, cfg, tokens, g, positions, [attend] * cfg.num_layers)
-
-    rows = (shifted(batch.tokens, 1), all_ids, batch.positions, batch.features)
-    return parts.map(part, *map(parts.split, rows), parts.positions(all_ids.shape[1]))
 
 
 def _own_scores(q: Array, k: Array, counts: tuple[int, ...]) -> Array:
@@ -220,6 +205,11 @@ def segment_rows(batch: Batch, anchors: Array, lengths: Array, counts: tuple[int
     return anchor, depth, real
 
 
+def with_mask_row(params: DrafterParams, cfg: DrafterConfig) -> DrafterParams:
+    """The head as mask rows see it: the mask token's embedding is its only one."""
+    return params.replace(embed=table_rows(params.embed, jnp.array([cfg.mask_token_id])))
+
+
 def rollout_hidden(
     params: DrafterParams,
     cfg: DrafterConfig,
@@ -231,7 +221,7 @@ def rollout_hidden(
 ) -> Float[Array, "b m d"]:
     """Pre-norm hidden states of a segment's mask rows. ``context`` is each layer's k and v, (B, n, G, H).
 
-    ``params.embed`` is one row here, the mask token's.
+    ``params`` are those of ``with_mask_row``.
     """
     anchor, depth, real = segment_rows(batch, anchors, lengths, counts)
     along = jnp.arange(batch.tokens.shape[1])
@@ -281,7 +271,7 @@ def peagle_loss(
         positions=parts.everywhere(batch.positions),
         target_hidden=parts.everywhere(batch.target_hidden),
     )
-    hidden0, context = depth_zero(params, cfg, batch, parts)
+    hidden0, context = depth_zero(params, cfg, depth_zero_inputs(batch), parts)
     if parts.count > 1:
         dtype = params.fc.dtype
         context = [tuple(parts.everywhere(parts.join(x.astype(dtype))) for x in kv) for kv in context]
@@ -331,7 +321,7 @@ def peagle_loss(
 
     rollouts = (abreast(batch.anchors), abreast(batch.lengths)) if depth_counts else ()
     constants = (chunks(labels0), chunks(flags0), rollouts)
-    mask_row = table_rows(params.embed, jnp.array([cfg.mask_token_id]))
-    shared = (params.replace(embed=mask_row), context)
-    total, metrics = summed(rematerialised(segment, remat), place, shared, chunks(hidden0), constants)
+    shared = (with_mask_row(params, cfg), context)
+    found = summed(rematerialised(segment, remat), place, shared, chunks(hidden0), constants)
+    total, metrics = cast(tuple[Array, Metrics], found)
     return total / jnp.maximum(metrics.count.sum(), 1.0), jax.lax.stop_gradient(metrics)

@@ -24,13 +24,15 @@ from peagle_jax.config import BlockConfig, DrafterConfig, RopeConfig, TargetConf
 from peagle_jax.drafter.head import DrafterParams, draft_logits
 from peagle_jax.layers.block import BlockParams
 from peagle_jax.models.stack import TargetParams
+from peagle_jax.train.depth_zero import depth_zero
 from peagle_jax.train.partition import (
     Batch,
-    depth_zero,
+    depth_zero_inputs,
     peagle_loss,
     rollout_hidden,
     segment_rows,
     supervised,
+    with_mask_row,
 )
 
 pytestmark = pytest.mark.parity
@@ -265,10 +267,11 @@ def with_rollouts(run: Run, segments: int) -> tuple[Batch, tuple[int, ...]]:
 @pytest.mark.parametrize("segments", [1, 3])
 def test_logits_of_every_sampled_row_equal_speculators(run: Run, segments: int):
     batch, counts = with_rollouts(run, segments)
-    hidden, context = depth_zero(run.params, run.cfg, batch)
+    hidden, context = depth_zero(run.params, run.cfg, depth_zero_inputs(batch))
     ours = {(a, 0): row for a, row in enumerate(np.asarray(draft_logits(run.params, run.cfg, hidden))[0])}
     for anchors, lengths in zip(batch.anchors, batch.lengths, strict=True):
-        hidden = rollout_hidden(run.params, run.cfg, batch, context, anchors, lengths, counts)
+        masked = with_mask_row(run.params, run.cfg)
+        hidden = rollout_hidden(masked, run.cfg, batch, context, anchors, lengths, counts)
         logits = np.asarray(draft_logits(run.params, run.cfg, hidden))[0]
         anchor, depth, real = segment_rows(batch, anchors, lengths, counts)
         for a, d, r, row in zip(anchor[0].tolist(), depth.tolist(), real[0].tolist(), logits, strict=True):

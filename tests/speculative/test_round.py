@@ -12,7 +12,8 @@ from peagle_jax.models.stack import stack_layers, unstack_layers
 from peagle_jax.speculative.cache import create_cache, write
 from peagle_jax.speculative.decoder import Decoder, Request
 from peagle_jax.speculative.sampling import SamplingParams
-from peagle_jax.train.partition import Batch, depth_zero, rollout_hidden
+from peagle_jax.train.depth_zero import depth_zero
+from peagle_jax.train.partition import Batch, depth_zero_inputs, rollout_hidden, with_mask_row
 from tests.tiny import TARGET, VOCAB, head_config, head_params, target_params
 
 PARAMS = stack_layers(target_params())  # scanned layers compile faster; one test below unrolls them
@@ -168,9 +169,10 @@ def test_logits_of_training_rows_equal_the_inference_pass():
 
     @jax.jit
     def training_rows(params, batch):
-        hidden0, context = depth_zero(params, cfg, batch)
+        hidden0, context = depth_zero(params, cfg, depth_zero_inputs(batch))
         counts = (1,) * (k - 1)
-        rows = rollout_hidden(params, cfg, batch, context, batch.anchors[0], batch.lengths[0], counts)
+        masked = with_mask_row(params, cfg)
+        rows = rollout_hidden(masked, cfg, batch, context, batch.anchors[0], batch.lengths[0], counts)
         return draft_logits(params, cfg, jnp.concatenate([hidden0[:, anchor : anchor + 1], rows], axis=1))[0]
 
     @jax.jit

@@ -90,7 +90,7 @@ types: $(VENV)/.test
 
 test: lint types
 	@echo "==> tests"
-	@$(RUN) -m pytest -q
+	@$(RUN) -m pytest -q -n 2
 
 parity: $(PARITY)/.parity
 	@echo "==> parity with torch"

@@ -11,3 +11,7 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+from peagle_jax.xla import tune_cpu
+
+tune_cpu()  # as every command does, and as the processes that tests start then find it done

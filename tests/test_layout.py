@@ -36,6 +36,7 @@ WITHOUT_COUNTERPART = (
     "tests/packaging",
     "tests/test_layout.py",
     "tests/train/test_recipes.py",  # of train/*.yaml
+    "tests/serve/test_deployment.py",  # of serve/
 )
 
 

@@ -2,93 +2,75 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import copy
+import json
 import logging
-import math
 import os
-import signal
-import socket
 import sys
-import threading
 import time
 from collections.abc import Sequence
+from typing import Any, NoReturn
 
-import uvicorn
-from fastapi import FastAPI
+import jax
 
 from peagle_jax import commands
-from peagle_jax.arguments import CommandError, Parser, add_model, named, run_command, utf8
-from peagle_jax.serve.app import create_app, version
+from peagle_jax.arguments import run_command
+from peagle_jax.serve import arguments
+from peagle_jax.serve.answers import AnswerOptions
+from peagle_jax.serve.app import AppOptions, create_app, version
+from peagle_jax.serve.chat_parser import detect_parsers
 from peagle_jax.serve.engine import Engine
-from peagle_jax.serve.serving import SamplingDefaults, ServedModel, unserved_defaults
+from peagle_jax.serve.grammar import GrammarCompiler, GrammarSpec
+from peagle_jax.serve.metrics import Metrics
+from peagle_jax.serve.sagemaker import expand
+from peagle_jax.serve.sampling_defaults import SamplingDefaults, unserved_defaults
+from peagle_jax.serve.server import Server, Tls, bind, bind_unix, run_server, set_up_log, url_of
+from peagle_jax.serve.serving import ServedModel
 from peagle_jax.serve.speculative_config import SpeculativeOptions, parse_speculative_config
 
-log = logging.getLogger(__name__)
 
-FINISH_WITHIN = 25
-"""Seconds that running requests get after a signal; container platforms kill after 30."""
+class Report:
+    """The start-up report: lines for people, or an object a line for programs."""
 
-_EPILOG = """\
-examples:
-  python -m peagle_jax.serve
-      the embedded model with its P-EAGLE head
-  python -m peagle_jax.serve ./my-model \\
-      --speculative-config '{"method": "peagle", "model": "./my-head", "num_speculative_tokens": 5}'
+    def __init__(self, *, as_json: bool) -> None:
+        self._as_json = as_json
 
-keys of --speculative-config (all optional; null switches speculation off):
-  method                  peagle, p_eagle or eagle3 (default: what the head is)
-  model                   the head, a folder or a hub id (default: the embedded model's own head)
-  num_speculative_tokens  drafted a round (default: 5, or what the head was trained for; 0: off)
-  parallel_drafting       true: P-EAGLE, false: EAGLE-3 (eagle3 with true is how vLLM writes P-EAGLE)
-"""
+    def show(self, event: str, title: str, values: Sequence[tuple[str, Any]]) -> None:
+        """Tells of an event; ``title`` is its line for people, the values follow it."""
+        if self._as_json:
+            named = {name.replace(" ", "_"): value for name, value in values}
+            print(json.dumps({"event": event} | named, default=str), flush=True)
+            return
+        lines = [title, *(f"  {name:<14} {value}" for name, value in values)]
+        print("\n".join(lines), flush=True)
 
-
-def build_parser() -> Parser:
-    parser = Parser(
-        prog="python -m peagle_jax.serve",
-        description="Serve a model over OpenAI's HTTP API, with speculative decoding. Flags as in vLLM.",
-        epilog=_EPILOG,
-    )
-    add = parser.add_argument
-    add("model_tag", nargs="?", type=named, metavar="MODEL", help="same as --model")
-    add_model(parser)
-    add("--revision", type=named, help="of the model's hub id")
-    add("--speculative-config", type=utf8, metavar="JSON", help="the head and how it drafts; see below")
-    add(
-        "--host",
-        type=named,
-        default="127.0.0.1",
-        help="0.0.0.0 serves other machines (default: %(default)s)",
-    )
-    add("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
-    add(
-        "--max-model-len",
-        type=int,
-        metavar="N",
-        help="prompt and answer together (default: the model's; on CPU at most 2048)",
-    )
-    add("--dtype", choices=commands.DTYPES, default="auto", help="of the weights (default: auto)")
-    add(
-        "--served-model-name",
-        nargs="+",
-        type=named,
-        metavar="NAME",
-        help="names that requests may use (default: the model's)",
-    )
-    add("--seed", type=int, help="makes requests without a seed repeatable from start to start")
-    return parser
+    def ready(self, url: str, seconds: float) -> None:
+        """Tells that requests are answered from now on."""
+        if self._as_json:
+            print(json.dumps({"event": "ready", "url": url, "compiled_in_s": round(seconds, 1)}), flush=True)
+        else:
+            print(f"  {'compiled in':<14} {seconds:.1f} s\nready: {url}/v1/chat/completions", flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = build_parser().parse_args(argv)
-    model = args.model_tag if args.model is None else args.model
-    if args.model_tag is not None and args.model_tag != model:
-        raise CommandError(f"MODEL is {args.model_tag!r} but --model is {args.model!r}; give one of them")
+    parser = arguments.build_parser()
+    args = parser.parse_args(expand(sys.argv[1:] if argv is None else argv, os.environ, parser))
+    model = arguments.model_of(args)
+    arguments.check(args)
     options = SpeculativeOptions()
     if args.speculative_config is not None:
         options = parse_speculative_config(args.speculative_config)
-    sock = bind(args.host, args.port)  # before minutes of loading, so that a busy port is told at once
+    tls = Tls(args.ssl_keyfile, args.ssl_certfile, args.ssl_ca_certs, args.ssl_cert_reqs)
+    tls.check()
+    template = arguments.chat_template(args)
+    if args.compilation_cache_dir is not None:
+        jax.config.update("jax_compilation_cache_dir", args.compilation_cache_dir)
+    # Before minutes of loading, so that a busy port is told at once.
+    sock = bind_unix(args.uds) if args.uds else bind(args.host, args.port)
+    port = None if args.uds else sock.getsockname()[1]
+    url = args.uds or url_of(args.host, port, "https" if args.ssl_keyfile else "http") + args.root_path
 
     began = time.perf_counter()
     loaded = commands.load(
@@ -102,21 +84,76 @@ def main(argv: Sequence[str] | None = None) -> int:
         tokenizer=args.tokenizer,
     )
     max_model_len = commands.context_limit(loaded.target, args.max_model_len)
-    defaults = SamplingDefaults.from_generation_config(loaded.target.generation)
-    not_applied = unserved_defaults(loaded.target.generation)
-    names = args.served_model_name or [loaded.target.name if model is None else model]
-    print(f"peagle_jax {version()}", flush=True)
-    lines = [
+    generation = (loaded.target.generation if args.generation_config == "auto" else {}) | (
+        args.override_generation_config
+    )
+    served = ServedModel(
+        args.served_model_name or [loaded.target.name if model is None else model],
+        loaded.target.tokenizer,
+        max_model_len,
+        loaded.target.config.vocab_size,
+        loaded.target.config.eos_token_ids,
+        SamplingDefaults.from_generation_config(generation),
+        args.seed,
+        max_logprobs=args.max_logprobs,
+        chat_template=template,
+        chat_template_kwargs=args.default_chat_template_kwargs,
+        trust_request_chat_template=args.trust_request_chat_template,
+    )
+    tool, reasoning = detect_parsers(template or getattr(served.tokenizer, "chat_template", None))
+    served.tool_parser = args.tool_call_parser or tool
+    served.reasoning_parser = args.reasoning_parser or reasoning
+    grammars = compiler_of(served)
+    served.check_grammar = grammars.compile
+    report = Report(as_json=args.json)
+    not_applied = [
+        *(f"the generation config's {setting}" for setting in unserved_defaults(generation)),
+        *arguments.pending(args),
+    ]
+    values = [
         *commands.describe(loaded, max_model_len),
-        ("sampling", f"{defaults.describe()} unless a request says otherwise"),
-        *([("not applied", f"the generation config's {', '.join(not_applied)}")] if not_applied else []),
-        ("served as", ", ".join(names)),
+        ("sampling", f"{served.defaults.describe()} unless a request says otherwise"),
+        *([("not applied", ", ".join(not_applied))] if not_applied else []),
+        ("parsers", f"tools {served.tool_parser or 'none'}, reasoning {served.reasoning_parser or 'none'}"),
+        ("served as", ", ".join(served.names)),
+        ("API key", "needed" if arguments.api_keys(args) else "none"),
         ("loaded in", f"{time.perf_counter() - began:.1f} s; compiling now, requests wait until it is ready"),
     ]
-    for name, value in lines:
-        print(f"  {name:<14} {value}", flush=True)
+    report.show(
+        "loaded", f"peagle_jax {version()}", [*values, *([("version", version())] if args.json else [])]
+    )
+    return _serve(args, loaded, served, report, tls, sock, url)
 
-    url = url_of(args.host, sock.getsockname()[1])
+
+class NoGrammars:
+    """Stands where a compiler would: each grammar is refused, with the reason."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def compile(self, spec: GrammarSpec) -> NoReturn:
+        """Raises ValueError with the reason."""
+        raise ValueError(self._reason)
+
+
+def compiler_of(served: ServedModel) -> GrammarCompiler | NoGrammars:
+    """A compiler of the model's grammars; for a tokenizer that none can read, one that refuses all."""
+    try:
+        return GrammarCompiler(served.tokenizer, served.vocab_size, served.eos_token_ids)
+    except ValueError as error:
+        return NoGrammars(str(error))
+
+
+def _serve(
+    args: argparse.Namespace,
+    loaded: commands.Loaded,
+    served: ServedModel,
+    report: Report,
+    tls: Tls,
+    sock: Any,
+    url: str,
+) -> int:
+    """Runs the server to its end; the exit status."""
     failure: list[Exception] = []
 
     def on_warm(outcome: float | Exception) -> None:
@@ -125,88 +162,47 @@ def main(argv: Sequence[str] | None = None) -> int:
             server.should_exit = True
         else:
             with contextlib.suppress(OSError):  # this is the engine's thread, and needs no reader of stdout
-                print(f"  {'compiled in':<14} {outcome:.1f} s\nready: {url}/v1/chat/completions", flush=True)
+                report.ready(url, outcome)
 
+    metrics = Metrics(served.names[0], served.max_model_len)
     engine = Engine(
-        loaded.decoder(max_model_len),
+        loaded.decoder(served.max_model_len),
         copy.deepcopy(loaded.target.tokenizer),
         loaded.num_speculative_tokens,
         on_warm,
+        metrics.on_finish,
     )
-    served = ServedModel(
-        names,
-        loaded.target.tokenizer,
-        max_model_len,
-        loaded.target.config.vocab_size,
-        loaded.target.config.eos_token_ids,
-        defaults,
-        args.seed,
+    answers = AnswerOptions(
+        loaded.num_speculative_tokens, args.per_request_spec_decode_metrics, args.enable_prompt_tokens_details
     )
-    server = Server(create_app(engine, served), engine)
+    options = AppOptions(
+        answers=answers,
+        api_keys=arguments.api_keys(args),
+        allowed_origins=args.allowed_origins,
+        allowed_methods=args.allowed_methods,
+        allowed_headers=args.allowed_headers,
+        allow_credentials=args.allow_credentials,
+        sse_keep_alive_interval=args.sse_keep_alive_interval,
+        max_num_queued_reqs=args.max_num_queued_reqs,
+        max_num_queued_tokens=args.max_num_queued_tokens,
+        log_stats=not args.disable_log_stats,
+    )
+    server = Server(
+        create_app(engine, served, options, metrics),
+        engine,
+        tls=tls,
+        log_level=args.uvicorn_log_level,
+        access_log=args.enable_access_log,
+        root_path=args.root_path,
+    )
     set_up_log()
+    if args.disable_log_requests:
+        logging.getLogger("peagle_jax.serve.engine").setLevel(logging.WARNING)
     run_server(server, sock)
     if failure:
         print(f"error: the model could not be compiled: {failure[0]}", file=sys.stderr)
         return 1
     return 0
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A socket that listens. What connects before the server runs waits for it.
-
-    A port that is bound, but not listened to, could be bound by a second server too.
-
-    Raises:
-        CommandError: the address cannot be had.
-    """
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((host, port))
-        sock.listen()
-    except (OSError, OverflowError, UnicodeError) as error:
-        raise CommandError(
-            f"cannot listen on {host}:{port}: {error}; choose another --host or --port"
-        ) from error
-    return sock
-
-
-def url_of(host: str, port: int) -> str:
-    """The server's address, with the brackets that an IPv6 one needs."""
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-class Server(uvicorn.Server):
-    """A server that, told to stop, lets running requests finish for ``finish_within`` seconds and then
-    ends those that are left with an error of their own."""
-
-    def __init__(self, app: FastAPI, engine: Engine, finish_within: float = FINISH_WITHIN) -> None:
-        # uvicorn's own limit cuts connections; it is only for clients that do not read.
-        limit = math.ceil(finish_within) + 3
-        super().__init__(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=limit))
-        self._engine, self._finish_within = engine, finish_within
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        log.info("stopping: running requests have %g s to finish", self._finish_within)
-        threading.Thread(target=self._engine.stop, args=(self._finish_within,), daemon=True).start()
-        await super().shutdown(sockets)
-        log.info("stopped")
-
-
-def set_up_log() -> None:
-    """One line an event, with the time."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    for noisy in ("jax", "httpx", "huggingface_hub"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
-
-
-def run_server(server: uvicorn.Server, sock: socket.socket) -> None:
-    """Serves until SIGTERM or SIGINT. uvicorn raises the signal again when it is done; that is the
-    good end of a server, so it is not passed on."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)
-    server.run(sockets=[sock])
 
 
 if __name__ == "__main__":

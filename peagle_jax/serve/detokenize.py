@@ -10,6 +10,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from peagle_jax.speculative.sampling import TokenLogprob
+
 REPLACEMENT = "\ufffd"
 """What a decoder shows for bytes that are not (or not yet) a character."""
 
@@ -21,8 +23,8 @@ class Detokenizer:
     text specially (a stripped leading space) see the same left neighbour each time.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, skip_special_tokens: bool = True) -> None:
+        self._tokenizer, self._skip = tokenizer, skip_special_tokens
         self._window: list[int] = []
         self._shown_tokens = 0  # how many tokens of the window have been shown
         self._shown_text = ""  # what these tokens decode to
@@ -48,7 +50,7 @@ class Detokenizer:
 
     def _decode(self) -> str:
         return self._tokenizer.decode(
-            self._window, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            self._window, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False
         )
 
 
@@ -89,12 +91,21 @@ class Delta:
     """A step of an answer. ``token_ids`` holds the stop token, ``text`` does not.
 
     ``finish_reason`` is None but in the last: "stop", "length", "abort", or "error" with its ``error``.
+    ``stop_reason`` is the stop string or stop id that ended it. ``logprobs`` has an entry a token, or
+    none; ``prompt_logprobs`` and ``cached_tokens`` come once, in the first delta; ``accepted`` of
+    ``drafted`` tokens are this round's.
     """
 
     text: str = ""
     token_ids: tuple[int, ...] = ()
     finish_reason: str | None = None
     error: str | None = None
+    stop_reason: str | int | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    accepted: int = 0
+    drafted: int = 0
+    cached_tokens: int = 0
 
 
 class Answer:

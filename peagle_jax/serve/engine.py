@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from peagle_jax.serve.detokenize import Answer, Delta
+from peagle_jax.serve.grammar import GrammarSpec
 from peagle_jax.speculative.sampling import SamplingParams
 from peagle_jax.speculative.statistics import AcceptanceStatistics
 
@@ -41,6 +42,45 @@ class EngineRequest:
     max_tokens: int
     stop_ids: frozenset[int] = frozenset()
     stop: tuple[str, ...] = ()
+    priority: int = 0
+    structured: GrammarSpec | None = None
+    include_stop_str: bool = False
+    skip_special_tokens: bool = True
+    speculative: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineSnapshot:
+    """What the engine does now (``kv_usage`` is in 0..1), and totals since its start."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_usage: float = 0.0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    preemptions: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_per_pos: tuple[int, ...] = ()
+    compilations: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class FinishedRequest:
+    """A request that has ended. Times are monotonic seconds; None is a moment that never came."""
+
+    request_id: str
+    arrival: float
+    scheduled: float | None
+    first_token: float | None
+    finished: float
+    prompt_tokens: int
+    generation_tokens: int
+    finish_reason: str
+    accepted_per_pos: tuple[int, ...] = ()
 
 
 class Ticket:
@@ -48,6 +88,7 @@ class Ticket:
 
     def __init__(self, request: EngineRequest, deliver: Callable[[Delta], None]) -> None:
         self.request = request
+        self.arrival = time.monotonic()
         self._deliver = deliver
         self._cancelled = threading.Event()
 
@@ -75,6 +116,7 @@ class Engine:
         num_speculative_tokens: K, for the acceptance statistics.
         on_warm: called on the engine's thread after warm-up, with the seconds that it took or the
             exception that ended it.
+        on_finish: called on the engine's thread with each request that has ended.
     """
 
     def __init__(
@@ -83,7 +125,10 @@ class Engine:
         tokenizer: Any,
         num_speculative_tokens: int = 0,
         on_warm: Callable[[float | Exception], None] | None = None,
+        on_finish: Callable[[FinishedRequest], None] | None = None,
     ) -> None:
+        self._on_finish = on_finish
+        self._totals = EngineSnapshot(accepted_per_pos=(0,) * num_speculative_tokens)
         self._decoder = decoder
         self._tokenizer = tokenizer
         self._on_warm = on_warm
@@ -118,6 +163,10 @@ class Engine:
             raise EngineStoppedError(f"the engine failed to start: {self.failure}")
         if self.state == "stopped":
             raise EngineStoppedError("the server is shutting down")
+
+    def snapshot(self) -> EngineSnapshot:
+        """What the engine does now, and its totals."""
+        return dataclasses.replace(self._totals, waiting=self._queue.qsize())
 
     def stop(self, finish_within: float = 0.0, abort_within: float = 5.0) -> bool:
         """Refuses new requests, finishes those submitted or aborts them, and ends the thread.
@@ -186,6 +235,9 @@ class Engine:
             ticket.deliver(Delta(finish_reason="abort"))
             return
         began = time.perf_counter()
+        scheduled, first = time.monotonic(), None
+        self._count(running=1, prompt_tokens=len(request.prompt_ids))
+        per_position = [0] * self._num_speculative_tokens
         answer = Answer(self._tokenizer, request.stop)
         acceptance = AcceptanceStatistics(self._num_speculative_tokens)
         count = 0
@@ -195,7 +247,17 @@ class Engine:
         with contextlib.closing(rounds):
             for result in rounds:
                 delta = answer.add(result.tokens, result.finish_reason)
+                delta = dataclasses.replace(delta, accepted=result.accepted, drafted=result.drafted)
+                first = first or time.monotonic()
                 count += len(delta.token_ids)
+                for position in range(result.accepted):
+                    per_position[position] += 1
+                self._count(
+                    generation_tokens=len(delta.token_ids),
+                    num_drafts=int(result.drafted > 0),
+                    num_draft_tokens=result.drafted,
+                    num_accepted_tokens=result.accepted,
+                )
                 acceptance.add(result.accepted, result.drafted)
                 if delta.finish_reason is None and (ticket.cancelled or self._abort.is_set()):
                     delta = dataclasses.replace(delta, finish_reason="abort")
@@ -205,6 +267,23 @@ class Engine:
             else:
                 raise RuntimeError("the decoder ended without a finish reason")
         seconds = time.perf_counter() - began
+        together = zip(self._totals.accepted_per_pos, per_position, strict=True)
+        self._totals = dataclasses.replace(self._totals, accepted_per_pos=tuple(map(sum, together)))
+        self._count(running=-1)
+        if self._on_finish is not None:
+            self._on_finish(
+                FinishedRequest(
+                    request.request_id,
+                    ticket.arrival,
+                    scheduled,
+                    first,
+                    time.monotonic(),
+                    len(request.prompt_ids),
+                    count,
+                    delta.finish_reason or "abort",
+                    tuple(per_position),
+                )
+            )
         log.info(
             "%s: prompt %d tokens, answer %d tokens in %.2f s (%.1f tokens/s), acceptance length %.2f, "
             "finished: %s",
@@ -216,6 +295,11 @@ class Engine:
             acceptance.mean_acceptance_length,
             delta.finish_reason,
         )
+
+    def _count(self, **more: int) -> None:
+        """Adds to the totals; only the engine's thread does."""
+        sums = {name: getattr(self._totals, name) + value for name, value in more.items()}
+        self._totals = dataclasses.replace(self._totals, **sums)
 
 
 def _one_line(error: Exception) -> str:

@@ -12,18 +12,22 @@ class PromptError(ValueError):
     """A prompt that the model's template or tokenizer does not take; the message is one line."""
 
 
-def render_chat(tokenizer: Any, messages: Sequence[dict[str, str]]) -> str:
+def render_chat(tokenizer: Any, messages: Sequence[dict[str, Any]], **options: Any) -> str:
     """The messages in the model's chat template, ending where the answer begins.
+
+    ``options`` are the template's: ``tools``, ``documents``, ``add_generation_prompt`` (True unless given),
+    ``continue_final_message``, ``chat_template`` to use another, and whatever it reads besides.
 
     Raises:
         PromptError: there is no template, or it refuses the messages (it is a program of the
             model's author, and may raise anything).
     """
-    if not getattr(tokenizer, "chat_template", None):
+    if not (getattr(tokenizer, "chat_template", None) or options.get("chat_template")):
         raise PromptError("the model has no chat template")
+    options = {"add_generation_prompt": True} | options
 
     def render() -> str:
-        return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        return tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
 
     return _or_refuse(render, "the model's chat template refused the messages")
 

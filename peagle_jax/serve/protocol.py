@@ -1,123 +1,32 @@
-"""What clients send: OpenAI's requests, with vLLM's additions, and the errors that they get.
+"""What clients send: OpenAI's requests, with vLLM's additions.
 
-A field that is known but not served is refused by name unless it has its neutral value, so that
-nobody gets an answer that silently ignored what was asked. Fields that nobody knows are ignored, as
-vLLM does.
+Here a body is checked by itself; ``serving`` checks it against the model. Fields that are known but
+not honoured are in ``unserved``.
 """
 
 from __future__ import annotations
 
-import json
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from peagle_jax.serve.structured import ResponseFormat, StructuredOutputs
+from peagle_jax.serve.unserved import COMPLETION, refuse_unserved
+
 INT64 = 2**63 - 1
 MAX_STOP_STRINGS = 4
+MAX_CHOICES = 128
+"""Of one prompt: OpenAI's limit."""
+MAX_PROMPTS = 2048
+MAX_BIAS = 100.0
 
-# Known fields that are not served yet, with the values that ask for nothing.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "use_beam_search": (False,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "length_penalty": (1,),
-    "logit_bias": ({},),
-    "prompt_logprobs": (),
-    "min_tokens": (0,),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "echo": (False,),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
-    "truncate_prompt_tokens": (),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "kv_transfer_params": (),
-    "vllm_xargs": ({},),
-}
-_NEUTRAL_CHAT = _NEUTRAL | {
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
-    "reasoning_effort": (),
-    "store": (False,),
-    "prediction": (),
-    "web_search_options": (),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "audio": (),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "documents": ([],),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "add_special_tokens": (False,),
-}
-_NEUTRAL_COMPLETION = _NEUTRAL | {
-    "logprobs": (),  # here 0 asks for the chosen token's
-    "suffix": ("",),
-    "add_special_tokens": (True,),
-    "prompt_embeds": (),
-}
+Int64 = Annotated[int, Field(ge=-INT64 - 1, le=INT64)]
+Count = Annotated[int, Field(ge=0, le=INT64)]
+TokenIds = list[int]
 
 
-class APIError(Exception):
-    """An error that a client sees in OpenAI's shape."""
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        status: int = 400,
-        param: str | None = None,
-        code: str | None = None,
-        kind: str = "invalid_request_error",
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
-def _equal(value: Any, neutral: Any) -> bool:
-    """Equality that keeps booleans and numbers apart (in Python, 0 == False)."""
-    return isinstance(value, bool) == isinstance(neutral, bool) and value == neutral
-
-
-def _as_json(value: Any) -> str:
-    try:
-        return json.dumps(value)
-    except (TypeError, ValueError):
-        return ascii(value)
-
-
-def _refuse_unserved(data: Any, neutral: dict[str, tuple[Any, ...]]) -> Any:
-    if isinstance(data, dict):
-        for name, value in data.items():
-            if name not in neutral or value is None or any(_equal(value, n) for n in neutral[name]):
-                continue
-            allowed = " or ".join(["leave it out", *(f"send {json.dumps(n)}" for n in neutral[name])])
-            raise PydanticCustomError(
-                "unsupported_parameter",
-                "{name} is not supported here; {allowed}",
-                {"name": name, "allowed": allowed},
-            )
-    return data
-
-
-def _check_text(text: str) -> str:
+def check_text(text: str) -> str:
     """JSON can spell half of a surrogate pair, which no encoder takes."""
     try:
         text.encode()
@@ -128,16 +37,27 @@ def _check_text(text: str) -> str:
     return text
 
 
+def check_texts(value: Any) -> Any:
+    """``check_text`` for every string in a JSON value, keys among them."""
+    if isinstance(value, str):
+        check_text(value)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            check_text(str(key))
+            check_texts(item)
+    elif isinstance(value, list):
+        for item in value:
+            check_texts(item)
+    return value
+
+
 class StreamOptions(BaseModel):
-    """``stream_options``."""
+    """``stream_options``. ``include_spec_decode_rounds`` is ours: each chunk tells its round's drafts."""
 
     model_config = ConfigDict(strict=True)
-    include_usage: bool = False
-
-    @model_validator(mode="before")
-    @classmethod
-    def _unserved(cls, data: Any) -> Any:
-        return _refuse_unserved(data, {"continuous_usage_stats": (False,)})
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
+    include_spec_decode_rounds: bool | None = False
 
 
 class GenerationRequest(BaseModel):
@@ -147,22 +67,57 @@ class GenerationRequest(BaseModel):
 
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] = 0
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
+    best_of: int | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=INT64)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    seed: Annotated[int, Field(ge=-INT64 - 1, le=INT64)] | None = None
+    seed: Int64 | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]] = {}
+    allowed_token_ids: TokenIds | None = None
     stop: tuple[str, ...] = ()
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: TokenIds | None = None
+    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT64)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
+    return_tokens_as_token_ids: bool = False
+    return_token_ids: bool = False
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    priority: Int64 = 0
+    speculative: bool = True
+    request_id: Annotated[str, Field(pattern=r"^[!-~]{1,200}$")] | None = None  # it goes into a header
     user: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _absent(cls, data: Any) -> Any:
+        """null means the default, as in OpenAI's and vLLM's schemas; for max_tokens it means no limit."""
+        if isinstance(data, dict):
+            kept = {name for name, field in cls.model_fields.items() if field.is_required()} | {"max_tokens"}
+            return {name: value for name, value in data.items() if value is not None or name in kept}
+        return data
 
     @field_validator("stop", mode="before")
     @classmethod
     def _stop_strings(cls, value: Any) -> tuple[str, ...]:
-        stop = [value] if isinstance(value, str) else [] if value is None else value
+        stop = [value] if isinstance(value, str) else value
         if not isinstance(stop, list) or not all(isinstance(s, str) for s in stop):
             raise PydanticCustomError("stop_type", "expected a string or a list of strings")
         if len(stop) > MAX_STOP_STRINGS:
@@ -173,19 +128,48 @@ class GenerationRequest(BaseModel):
             )
         if "" in stop:
             raise PydanticCustomError("stop_empty", "a stop string must not be empty")
-        return tuple(map(_check_text, stop))
+        return tuple(map(check_text, stop))
 
-    @field_validator("ignore_eos", mode="before")
+    @field_validator("logit_bias", mode="after")
     @classmethod
-    def _absent_flag(cls, value: Any) -> Any:
-        return False if value is None else value
+    def _bias_ids(cls, value: dict[str, float]) -> dict[str, float]:
+        for key in value:
+            if not (key.isascii() and key.isdigit() and len(key) < 20 and str(int(key)) == key):
+                raise PydanticCustomError(
+                    "bias_key", "expected token ids as keys, found {key}", {"key": ascii(key[:40])}
+                )
+        return value
+
+    @field_validator("allowed_token_ids", mode="after")
+    @classmethod
+    def _some_allowed(cls, value: list[int] | None) -> list[int] | None:
+        if value == []:
+            raise PydanticCustomError("allowed_empty", "at least one token must be allowed")
+        return value
+
+    @field_validator("guided_json", "guided_regex", "guided_choice", "guided_grammar", mode="after")
+    @classmethod
+    def _readable(cls, value: Any) -> Any:
+        return check_texts(value)
+
+    @field_validator("response_format", "structured_outputs", mode="before")
+    @classmethod
+    def _readable_grammars(cls, value: Any) -> Any:
+        return check_texts(value)
 
     @model_validator(mode="after")
-    def _stream_options_need_stream(self) -> GenerationRequest:
+    def _fields_together(self) -> GenerationRequest:
+        def refuse(name: str, message: str) -> None:
+            raise PydanticCustomError("together", message, {"name": name})  # type: ignore[arg-type]
+
         if self.stream_options is not None and not self.stream:
-            raise PydanticCustomError(
-                "stream_options", "{name} is only allowed with stream: true", {"name": "stream_options"}
-            )
+            refuse("stream_options", "{name} is only allowed with stream: true")
+        if self.prompt_logprobs is not None and self.stream:
+            refuse("prompt_logprobs", "{name} cannot be streamed; leave it out or send stream: false")
+        if self.best_of is not None and self.best_of != self.n:
+            refuse("best_of", "{name} must equal n; choosing among more answers is not supported here")
+        if self.wanted_tokens is not None and self.min_tokens > max(self.wanted_tokens, 1):
+            refuse("min_tokens", "{name} must not be more than max_tokens")
         return self
 
     @property
@@ -194,112 +178,85 @@ class GenerationRequest(BaseModel):
         return self.max_tokens
 
     @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
-
-
-class Message(BaseModel):
-    """A chat message. A list of text parts is joined by line ends, as vLLM does."""
-
-    model_config = ConfigDict(strict=True)
-
-    role: Annotated[str, Field(min_length=1)]
-    content: str
-
-    @model_validator(mode="before")
-    @classmethod
-    def _unserved(cls, data: Any) -> Any:
-        return _refuse_unserved(data, {"tool_calls": ([],), "function_call": (), "audio": ()})
-
-    @field_validator("role", "content")
-    @classmethod
-    def _text(cls, value: str) -> str:
-        return _check_text(value)
-
-    @field_validator("content", mode="before")
-    @classmethod
-    def _join_parts(cls, value: Any) -> Any:
-        if not isinstance(value, list):
-            return value
-        for part in value:
-            kind = part.get("type", "text") if isinstance(part, dict) else "text"
-            if kind != "text":
-                found = f"{kind[:60]!a}" if isinstance(kind, str) else type(kind).__name__
-                raise PydanticCustomError(
-                    "content_part",
-                    "content parts of type {kind} are not supported; send text",
-                    {"kind": found},
-                )
-            if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-                raise PydanticCustomError(
-                    "content_part", 'expected parts like {{"type": "text", "text": "..."}}'
-                )
-        return "\n".join(part["text"] for part in value)
-
-
-class ChatRequest(GenerationRequest):
-    """The body of POST /v1/chat/completions."""
-
-    messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _unserved(cls, data: Any) -> Any:
-        return _refuse_unserved(data, _NEUTRAL_CHAT)
+    def top_tokens(self) -> int | None:
+        """How many of the best tokens to report beside each, None for no log-probabilities at all."""
+        raise NotImplementedError
 
     @property
-    def wanted_tokens(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+    def includes(self) -> StreamOptions:
+        """What a stream tells beside the text."""
+        return self.stream_options or StreamOptions()
+
+    @property
+    def bias(self) -> tuple[tuple[int, float], ...]:
+        """``logit_bias`` by token id."""
+        return tuple(sorted((int(token), value) for token, value in self.logit_bias.items()))
 
 
 class CompletionRequest(GenerationRequest):
-    """The body of POST /v1/completions. The prompt is text or token ids; one prompt a request."""
+    """The body of POST /v1/completions. The prompt is text, token ids, or a list of either."""
 
-    prompt: str | list[int]
+    prompt: str | list[str] | list[int] | list[list[int]]
     # The default of OpenAI and vLLM for this endpoint; a chat answer may fill the context instead.
-    max_tokens: Annotated[int, Field(ge=1)] | None = 16
+    max_tokens: Annotated[int, Field(ge=0)] | None = 16
+    echo: bool = False
+    logprobs: Annotated[int, Field(ge=0)] | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _unserved(cls, data: Any) -> Any:
-        return _refuse_unserved(data, _NEUTRAL_COMPLETION)
+        # False is how some clients say that they want none.
+        if isinstance(data, dict) and data.get("logprobs") is False:
+            data = data | {"logprobs": None}
+        return refuse_unserved(data, COMPLETION)
 
     @field_validator("prompt", mode="before")
     @classmethod
-    def _one_prompt(cls, value: Any) -> Any:
-        prompts = value if isinstance(value, list) and value and isinstance(value[0], str | list) else [value]
-        if len(prompts) > 1:
+    def _prompts(cls, value: Any) -> Any:
+        several = isinstance(value, list) and value and isinstance(value[0], str | list)
+        prompts = value if several else [value]
+        if len(prompts) > MAX_PROMPTS:
             raise PydanticCustomError(
                 "prompt_count",
-                "expected one prompt, found {found}; send one request each",
-                {"found": len(prompts)},
+                "expected at most {most} prompts, found {found}",
+                {"most": MAX_PROMPTS, "found": len(prompts)},
             )
-        prompt = prompts[0]
-        is_ids = isinstance(prompt, list) and all(type(i) is int for i in prompt)
-        if not isinstance(prompt, str) and not is_ids:
+        kinds = {_prompt_kind(prompt) for prompt in prompts}
+        if None in kinds or len(kinds) > 1:
             raise PydanticCustomError(
                 "prompt_type", "expected a string, a list of token ids, or a list of one of these"
             )
-        return _check_text(prompt) if isinstance(prompt, str) else prompt
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                check_text(prompt)
+        return value
+
+    @model_validator(mode="after")
+    def _completion_fields_together(self) -> CompletionRequest:
+        if self.max_tokens == 0 and not self.echo:
+            raise PydanticCustomError(
+                "no_tokens", "{name} must be at least 1, or 0 with echo: true", {"name": "max_tokens"}
+            )
+        if len(self.prompts) * self.n > MAX_PROMPTS:
+            raise PydanticCustomError(
+                "choices",
+                "{name} times the prompts must be at most {most}",
+                {"name": "n", "most": MAX_PROMPTS},
+            )
+        return self
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """The prompts one by one; at least one."""
+        several = isinstance(self.prompt, list) and self.prompt and isinstance(self.prompt[0], str | list)
+        return self.prompt if several else [self.prompt]  # type: ignore[return-value]
+
+    @property
+    def top_tokens(self) -> int | None:
+        return self.logprobs
 
 
-def validation_error(errors: list[Any]) -> APIError:
-    """The first of pydantic's findings (of a body), as one line that names the field."""
-    first = errors[0]
-    if first["type"] == "json_invalid":
-        reason, place = first.get("ctx", {}).get("error", "unreadable"), first["loc"][-1]
-        return APIError(f"the body is not valid JSON: {reason} at character {place}", code="invalid_json")
-    path = [str(part) for part in first["loc"] if part != "body"]
-    context = first.get("ctx") or {}
-    if "name" in context:  # a validator of the whole object found the field
-        path.append(context["name"])
-        message = first["msg"]
-    elif not path:
-        message = "the body must be a JSON object; send it with Content-Type: application/json"
-    else:
-        message = f"{'.'.join(path)}: {first['msg'][:1].lower()}{first['msg'][1:]}"
-        if first["type"] != "missing" and not isinstance(first.get("input"), dict | list):
-            message += f", found {_as_json(first.get('input'))[:80]}"
-    code = "unsupported_parameter" if first["type"] == "unsupported_parameter" else "invalid_value"
-    return APIError(message, param=".".join(path) or None, code=code)
+def _prompt_kind(prompt: Any) -> type | None:
+    if isinstance(prompt, str):
+        return str
+    return list if isinstance(prompt, list) and all(type(i) is int for i in prompt) else None

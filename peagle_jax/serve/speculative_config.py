@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from typing import Any
 
@@ -12,19 +13,25 @@ from peagle_jax.config import Method
 METHODS: dict[str, Method] = {"eagle3": "eagle3", "peagle": "peagle", "p_eagle": "peagle"}
 _FLAG = "--speculative-config"
 
+BatchSizes = tuple[tuple[int, int, int], ...]
+
 
 @dataclasses.dataclass(frozen=True)
 class SpeculativeOptions:
-    """What the flag asks for; None means that the head decides.
+    """What the flag asks for; None means that the head or the server decides.
 
     ``method`` is resolved: vLLM writes P-EAGLE as eagle3 with ``parallel_drafting``. ``speculate`` tells
-    that one of these was named, so that a head must be there.
+    that one of these was named, so that a head must be there. ``num_speculative_tokens_per_batch_size``
+    are (from, to, K), the sizes included; ``synthetic_acceptance_rates`` are those of the draft positions,
+    each of all rounds, for benchmarks.
     """
 
     model: str | None = None
     method: Method | None = None
     num_speculative_tokens: int | None = None
     speculate: bool = False
+    num_speculative_tokens_per_batch_size: BatchSizes | None = None
+    synthetic_acceptance_rates: tuple[float, ...] | None = None
 
     @property
     def off(self) -> bool:
@@ -32,6 +39,24 @@ class SpeculativeOptions:
 
 
 OFF = SpeculativeOptions(num_speculative_tokens=0)
+
+_KNOWN: dict[str, tuple[type, ...]] = {
+    "method": (str,),
+    "model": (str,),
+    "num_speculative_tokens": (int,),
+    "parallel_drafting": (bool,),
+    "parallel_drafting_spec": (bool, dict),
+    "num_speculative_tokens_per_batch_size": (list,),
+    "synthetic_acceptance_rates": (list,),
+    "draft_tensor_parallel_size": (int,),
+}
+_NAMES = {
+    str: "a string",
+    int: "a whole number",
+    bool: "a boolean (true or false)",
+    list: "a list",
+    dict: "an object",
+}
 
 
 def parse_speculative_config(text: str) -> SpeculativeOptions:
@@ -50,29 +75,93 @@ def parse_speculative_config(text: str) -> SpeculativeOptions:
         return OFF
     if not isinstance(values, dict):
         raise CommandError(f"{_FLAG} must be a JSON object, found {text[:40]!r}")
-    known: dict[str, type] = {
-        "method": str,
-        "model": str,
-        "num_speculative_tokens": int,
-        "parallel_drafting": bool,
-    }
     for key, value in values.items():
-        if key not in known:
-            raise CommandError(f"{_FLAG} has the unknown key {key!r}; valid keys are {', '.join(known)}")
-        if value is not None and type(value) is not known[key]:
-            raise CommandError(
-                f"{_FLAG}: {key} must be a {_NAMES[known[key]]}, found {json.dumps(value)[:40]}"
-            )
+        if key not in _KNOWN:
+            raise CommandError(f"{_FLAG} has the unknown key {key!r}; valid keys are {', '.join(_KNOWN)}")
+        if value is not None and type(value) not in _KNOWN[key]:
+            names = " or ".join(_NAMES[kind] for kind in _KNOWN[key])
+            raise CommandError(f"{_FLAG}: {key} must be {names}, found {json.dumps(value)[:40]}")
+    values = _with_spec(values)
     model, tokens = values.get("model"), values.get("num_speculative_tokens")
     if model is not None and not model.strip():
         raise CommandError(f"{_FLAG}: model is empty; name a folder or a hub id, or leave it out")
     if tokens is not None and tokens < 0:
         raise CommandError(f"{_FLAG}: num_speculative_tokens must be 0 (off) or more, found {tokens}")
+    if values.get("draft_tensor_parallel_size") not in (None, 1):
+        raise CommandError(f"{_FLAG}: draft_tensor_parallel_size must be 1; the head is not split")
     named = any(values.get(key) is not None for key in ("method", "parallel_drafting"))
-    return SpeculativeOptions(model, _method(values), tokens, named)
+    return SpeculativeOptions(
+        model,
+        _method(values),
+        tokens,
+        named,
+        _batch_sizes(values.get("num_speculative_tokens_per_batch_size")),
+        _rates(values.get("synthetic_acceptance_rates")),
+    )
 
 
-_NAMES = {str: "string", int: "whole number", bool: "boolean (true or false)"}
+def _with_spec(values: dict[str, Any]) -> dict[str, Any]:
+    """``parallel_drafting_spec`` in terms of the other keys: true or false, or how deep and wide to draft.
+
+    It is the name that the project's users on SageMaker know; vLLM has ``parallel_drafting`` alone. A chain
+    has width 1.
+    """
+    spec = values.pop("parallel_drafting_spec", None)
+    if spec is None:
+        return values
+    if isinstance(spec, bool):
+        spec, parallel = {}, spec
+    else:
+        parallel = True
+    where = f"{_FLAG}: parallel_drafting_spec"
+    for key, value in spec.items():
+        if key not in ("depth", "width"):
+            raise CommandError(f"{where} has the unknown key {key!r}; valid keys are depth, width")
+        if type(value) is not int or value < 1:
+            raise CommandError(f"{where}: {key} must be a whole number of at least 1, found {value!r:.40}")
+    if spec.get("width", 1) != 1:
+        raise CommandError(f"{where}: width must be 1, a chain; trees are not served")
+    if values.get("parallel_drafting") not in (None, parallel):
+        raise CommandError(f"{where} contradicts parallel_drafting; leave one of them out")
+    depth = spec.get("depth")
+    if depth is not None and values.get("num_speculative_tokens") not in (None, depth):
+        raise CommandError(f"{where}: depth contradicts num_speculative_tokens; leave one of them out")
+    found = values | {"parallel_drafting": parallel}
+    return found if depth is None else found | {"num_speculative_tokens": depth}
+
+
+def _batch_sizes(value: list[Any] | None) -> BatchSizes | None:
+    if value is None:
+        return None
+    where = f"{_FLAG}: num_speculative_tokens_per_batch_size"
+    rows: list[tuple[int, int, int]] = []
+    for row in value:
+        if not (isinstance(row, list) and len(row) == 3 and all(type(n) is int for n in row)):
+            raise CommandError(f"{where} must be a list of [from, to, K], found {json.dumps(row)[:40]}")
+        first, last, tokens = row
+        expected = rows[-1][1] + 1 if rows else 1
+        if first != expected or last < first or tokens < 0:
+            raise CommandError(
+                f"{where}: expected a range that begins at {expected} and a K of at least 0, "
+                f"found {json.dumps(row)[:40]}"
+            )
+        rows.append((first, last, tokens))
+    if not rows:
+        raise CommandError(f"{where} is empty; leave it out, or give [[1, 4, 5], [5, 64, 0]]")
+    return tuple(rows)
+
+
+def _rates(value: list[Any] | None) -> tuple[float, ...] | None:
+    if value is None:
+        return None
+    numbers = [float(v) for v in value if isinstance(v, int | float) and not isinstance(v, bool)]
+    falling = all(a >= b for a, b in itertools.pairwise(numbers))
+    if not value or len(numbers) != len(value) or not all(0 <= v <= 1 for v in numbers) or not falling:
+        raise CommandError(
+            f"{_FLAG}: synthetic_acceptance_rates must be numbers in 0..1 that do not rise, one a position, "
+            f"found {json.dumps(value)[:60]}"
+        )
+    return tuple(numbers)
 
 
 def _method(values: dict[str, Any]) -> Method | None:

@@ -17,8 +17,10 @@ from peagle_jax.drafter.head import DrafterParams
 from peagle_jax.models.stack import TargetParams, check_taps
 from peagle_jax.parallel.replicate import Backend, replica_sharding, replicate
 from peagle_jax.speculative.cache import with_slots
-from peagle_jax.speculative.round import step
-from peagle_jax.speculative.sampling import SamplingParams, sampling_state
+from peagle_jax.speculative.logprobs import token_logprobs
+from peagle_jax.speculative.round import draft_step, step, verify_step
+from peagle_jax.speculative.rules import TokenMatcher, check_rules, mask_words, rules_state
+from peagle_jax.speculative.sampling import SamplingParams, TokenLogprob
 from peagle_jax.speculative.state import Chunk, DecodeState, RoundOutput, empty_state
 
 SMALLEST_CACHE = 512
@@ -32,16 +34,23 @@ class Request:
     sampling: SamplingParams = SamplingParams()
     max_tokens: int = 128
     stop_ids: frozenset[int] = frozenset()
+    matcher: TokenMatcher | None = None  # a grammar of the answer; it advances with this request
 
 
 @dataclasses.dataclass(frozen=True)
 class RoundResult:
-    """New tokens of one round. ``finish_reason`` is set ("stop" or "length") on the last one."""
+    """New tokens of one round. ``finish_reason`` is set ("stop" or "length") on the last one.
+
+    ``logprobs`` (if asked) has an entry for each token; ``prompt_logprobs`` comes once, with the first
+    token: an entry for each token of the prompt but its first.
+    """
 
     tokens: list[int]
     accepted: int = 0
     drafted: int = 0
     finish_reason: str | None = None
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None
 
 
 def check_pair(target: TargetConfig, drafter: DrafterConfig, num_speculative_tokens: int) -> None:
@@ -126,7 +135,12 @@ class Decoder:
             self.compilations += 1
             return one_step(*arguments)
 
+        def half(step: Any) -> Any:
+            return replicate(partial(step, configs=(target, drafter), spec=spec), [device], replicate_backend)
+
         self._step = replicate(counted, [device], replicate_backend)
+        self._prefill = replicate(partial(one_step, rounds=0), [device], replicate_backend)
+        self._draft, self._verify = half(draft_step), half(verify_step)
         self._sharding = replica_sharding([device])
         self._grow = jax.jit(self._grow_state, static_argnums=(1,), out_shardings=self._sharding)
         self._sizes = self._cache_sizes()
@@ -160,17 +174,19 @@ class Decoder:
 
     def _fresh_state(self, requests: Sequence[Request], slots: int) -> DecodeState:
         rows = [*requests, *[Request([0], max_tokens=0)] * (self.batch - len(requests))]
-        stops = np.full((self.batch, MAX_STOP_IDS), -1, np.int32)
-        for row, request in zip(stops, rows, strict=True):
-            row[: len(request.stop_ids)] = sorted(request.stop_ids)
+        rules = rules_state(
+            [r.sampling for r in rows],
+            [r.prompt for r in rows],
+            [r.stop_ids for r in rows],
+            self.target.vocab_size,
+        )
         limits = [min(len(r.prompt) + r.max_tokens, self.max_model_len) for r in rows]
         state = empty_state(
             self.target,
             self.drafter,
             num_speculative_tokens=self.spec.num_speculative_tokens,
             slots=slots,
-            sampling=sampling_state([r.sampling for r in rows]),
-            stop_ids=jnp.array(stops),
+            rules=rules,
             limit=jnp.array(limits, jnp.int32),
             dtype=self._cache_dtype,
             stacked=self._stacked,
@@ -206,6 +222,7 @@ class Decoder:
             raise ValueError(f"max_tokens must be at least 1, found {request.max_tokens}")
         if len(request.stop_ids) > MAX_STOP_IDS:
             raise ValueError(f"at most {MAX_STOP_IDS} stop ids are supported, found {len(request.stop_ids)}")
+        check_rules(request.sampling, self.target.vocab_size, request.max_tokens)
 
     # -- running -----------------------------------------------------------------------------
 
@@ -225,6 +242,27 @@ class Decoder:
 
     def _dispatch(self, state: DecodeState, chunk: Chunk | None) -> tuple[DecodeState, RoundOutput]:
         return self._step(self._params, state, chunk)
+
+    def _guided(
+        self, state: DecodeState, chunk: Chunk | None, requests: list[Request]
+    ) -> tuple[DecodeState, RoundOutput]:
+        """A prompt chunk alone, or a round with the host in its middle: masks depend on the drafts."""
+        if chunk is not None:
+            _, masks = self._windows(requests, np.zeros((self.batch, 1), np.int32))
+            return self._prefill(self._params, state, chunk.replace(masks=masks))
+        state, drafted = self._draft(self._params, state, None)
+        windows = self._windows(requests, np.array(drafted.addressable_shards[0].data)[0])
+        return self._verify(self._params, state, windows)
+
+    def _windows(self, requests: list[Request], windows: np.ndarray) -> tuple[jax.Array, jax.Array]:
+        """Windows (B, W), with the grammars' drafts, and masks of what may follow each of their
+        tokens: everything, where there is no grammar."""
+        shape = (*windows.shape, mask_words(self.target.vocab_size))
+        masks = np.full(shape, 0xFFFFFFFF, np.uint32)
+        for b, request in enumerate(requests):
+            if request.matcher is not None and not request.matcher.finished:
+                windows[b, 1:], masks[b] = request.matcher.window(windows[b, 1:].tolist())
+        return jax.device_put((windows[None], masks[None]), self._sharding)
 
     def warm_up(self) -> None:
         """Compiles every program: with and without a prompt chunk, at every cache size."""
@@ -256,6 +294,9 @@ class Decoder:
         size = self._size_for(longest)
         state = self._fresh_state(requests, size)
         waiting: collections.deque[RoundOutput] = collections.deque()
+        scored: list[list[TokenLogprob]] = [[] for _ in requests]
+        guided = any(r.matcher is not None for r in requests)
+        lookahead = 0 if guided else self.lookahead
         running, start = set(range(len(requests))), 0
         lengths = [len(r.prompt) for r in requests]
         per_dispatch = self.spec.rounds * (self.spec.num_speculative_tokens + 1) + 1
@@ -266,23 +307,46 @@ class Decoder:
                 state, size = self._grow(state, needed), needed
             chunk = self._chunk(requests, start) if start < longest else None
             start += self.prefill_chunk
-            state, output = self._dispatch(state, chunk)
+            state, output = self._guided(state, chunk, requests) if guided else self._dispatch(state, chunk)
             waiting.append(output)
-            while len(waiting) > self.lookahead:
-                yield from self._results(waiting.popleft(), running, lengths, len(requests))
+            while len(waiting) > lookahead:
+                yield from self._results(waiting.popleft(), running, lengths, requests, scored)
 
     def _results(
-        self, output: RoundOutput, running: set[int], lengths: list[int], count: int
+        self,
+        output: RoundOutput,
+        running: set[int],
+        lengths: list[int],
+        requests: list[Request],
+        scored: list[list[TokenLogprob]],
     ) -> Iterator[list[RoundResult | None]]:
         # Only the local shard is read: indexing a replicated array would gather it.
         local = jax.tree.map(lambda x: np.asarray(x.addressable_shards[0].data)[0], output)
+        if local.prompt is not None:
+            for b, request in enumerate(requests):
+                wanted, done = request.sampling.prompt_logprobs, len(scored[b]) + 1
+                if wanted is not None:
+                    rows = jax.tree.map(lambda x, b=b: x[b], local.prompt)
+                    scored[b] += token_logprobs(
+                        rows, request.prompt[done : done + self.prefill_chunk], wanted
+                    )
         for r in range(local.count.shape[0]):
-            results: list[RoundResult | None] = [None] * count
+            results: list[RoundResult | None] = [None] * len(requests)
             for b in [b for b in sorted(running) if local.count[r, b]]:
+                request = requests[b]
                 tokens = local.tokens[r, b, : local.count[r, b]].tolist()
                 reason = "stop" if local.stopped[r, b] else "length" if local.ended[r, b] else None
+                if request.matcher is not None:
+                    tokens = tokens[: request.matcher.advance(tokens)]
+                    reason = "stop" if request.matcher.finished else reason
+                wanted, logprobs = request.sampling.logprobs, None
+                if wanted is not None:
+                    rows = jax.tree.map(lambda x, r=r, b=b: x[r, b], local.logprobs)
+                    logprobs = token_logprobs(rows, tokens, wanted)
                 accepted, drafted = int(local.accepted[r, b]), int(local.drafted[r, b])
-                results[b] = RoundResult(tokens, accepted, drafted, reason)
+                first = request.sampling.prompt_logprobs is not None and lengths[b] == len(request.prompt)
+                prompt_logprobs = scored[b] if first else None
+                results[b] = RoundResult(tokens, accepted, drafted, reason, logprobs, prompt_logprobs)
                 lengths[b] += len(tokens)
                 if reason:
                     running.discard(b)

@@ -12,7 +12,7 @@ from peagle_jax.config import DrafterConfig
 from peagle_jax.drafter.head import DrafterParams, draft_logits, forward_cached, fuse, to_target_ids
 from peagle_jax.layers.attention import causal_mask
 from peagle_jax.speculative.cache import KVCache, write
-from peagle_jax.speculative.sampling import choose_tokens
+from peagle_jax.speculative.rules import choose, only
 from peagle_jax.speculative.state import DecodeState, Pending
 
 
@@ -42,7 +42,8 @@ def prefill_drafter(
 def _choose(p: DrafterParams, cfg: DrafterConfig, state: DecodeState, h: Array, first: Array) -> Array:
     """Target ids drafted from hidden states (B, J, D) whose tokens lie at ``first`` (B,) and on."""
     positions = first[:, None] + jnp.arange(h.shape[1])
-    chosen = choose_tokens(draft_logits(p, cfg, h), positions, state.sampling, p.draft_to_target)
+    rules = only(state.rules, state.ready)
+    chosen = choose(draft_logits(p, cfg, h), positions, None, rules, token_ids=p.draft_to_target)
     return to_target_ids(p, chosen)
 
 

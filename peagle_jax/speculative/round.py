@@ -9,7 +9,7 @@ from typing import cast
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, UInt32
 
 from peagle_jax.config import DrafterConfig, SpecConfig, TargetConfig
 from peagle_jax.drafter.head import DrafterParams
@@ -18,7 +18,8 @@ from peagle_jax.models import stack
 from peagle_jax.models.stack import TargetOutput, TargetParams
 from peagle_jax.speculative.cache import KVCache, write
 from peagle_jax.speculative.draft import draft_parallel, draft_sequential, prefill_drafter
-from peagle_jax.speculative.sampling import choose_tokens
+from peagle_jax.speculative.logprobs import LogprobReport, report_logprobs, report_prompt
+from peagle_jax.speculative.rules import advance, choose, only
 from peagle_jax.speculative.state import Chunk, DecodeState, Pending, RoundOutput
 
 
@@ -44,7 +45,7 @@ def _finish(
     Returns the count that is left, whether a stop id ended it, and whether anything did.
     """
     column = jnp.arange(tokens.shape[1])
-    stops = jnp.any(tokens[..., None] == state.stop_ids[:, None], axis=-1)
+    stops = jnp.any(tokens[..., None] == state.rules.stop_ids[:, None], axis=-1)
     room = state.limit - (state.length + 1)
     within = (column < count[:, None]) & (column < room[:, None])
     hit = stops & within
@@ -54,27 +55,40 @@ def _finish(
     return left, stopped, stopped | (left >= room)
 
 
-def run_round(
+def draft_window(
     params: tuple[TargetParams, DrafterParams | None],
     configs: tuple[TargetConfig, DrafterConfig | None],
     spec: SpecConfig,
     state: DecodeState,
-) -> tuple[DecodeState, RoundOutput]:
-    """One round (p-eagle-spec 2.3). K = 0 is plain decode."""
-    (target, head), (target_cfg, cfg), k = params, configs, spec.num_speculative_tokens
-    tokens, drafter_cache = state.last_token[:, None], state.drafter_cache
-    if k:
-        assert head is not None
-        assert cfg is not None
-        draft = draft_parallel if cfg.method == "peagle" else draft_sequential
-        drafts, drafter_cache = draft(head, cfg, state, k)
-        tokens = jnp.concatenate([tokens, drafts], axis=1)
+) -> tuple[DecodeState, Int[Array, "b w"]]:
+    """The K + 1 tokens to verify: the last committed one and K drafts. K = 0 drafts nothing."""
+    (_, head), (_, cfg), k = params, configs, spec.num_speculative_tokens
+    tokens = state.last_token[:, None]
+    if not k:
+        return state, tokens
+    assert head is not None
+    assert cfg is not None
+    draft = draft_parallel if cfg.method == "peagle" else draft_sequential
+    drafts, drafter_cache = draft(head, cfg, state, k)
+    return state.replace(drafter_cache=drafter_cache), jnp.concatenate([tokens, drafts], axis=1)
 
+
+def verify_window(
+    params: tuple[TargetParams, DrafterParams | None],
+    configs: tuple[TargetConfig, DrafterConfig | None],
+    spec: SpecConfig,
+    state: DecodeState,
+    tokens: Int[Array, "b w"],
+    masks: UInt32[Array, "b w words"] | None = None,
+) -> tuple[DecodeState, RoundOutput]:
+    """Verifies, accepts and commits a window. ``masks`` are what grammars allow after each token."""
+    (target, _), (target_cfg, cfg), k = params, configs, spec.num_speculative_tokens
     taps = cfg.taps if k and cfg is not None else ()
     out, target_cache = _run_target(target, target_cfg, state.target_cache, tokens, state.length, taps)
     logits = stack.logits(target, target_cfg, out.hidden)
     positions = state.length[:, None] + 1 + jnp.arange(k + 1)
-    chosen = choose_tokens(logits, positions, state.sampling)
+    rules = only(state.rules, state.ready)
+    chosen = choose(logits, positions, tokens, rules, masks)
 
     agreed = jnp.cumprod(tokens[:, 1:] == chosen[:, :-1], axis=1)
     accepted = agreed.sum(1).astype(jnp.int32)
@@ -97,16 +111,28 @@ def run_round(
         drafted=jnp.where(state.ready, k, 0),
         stopped=state.ready & stopped,
         ended=state.ready & ended,
+        logprobs=report_logprobs(logits, chosen, jnp.any(rules.logprobs)),
     )
     state = state.replace(
         target_cache=target_cache,
-        drafter_cache=drafter_cache,
         pending=pending,
+        rules=advance(state.rules, chosen, count),
         length=state.length + count,
         last_token=jnp.where(state.ready, last, state.last_token),
         ready=state.ready & ~ended,
     )
     return state, output
+
+
+def run_round(
+    params: tuple[TargetParams, DrafterParams | None],
+    configs: tuple[TargetConfig, DrafterConfig | None],
+    spec: SpecConfig,
+    state: DecodeState,
+) -> tuple[DecodeState, RoundOutput]:
+    """One round (p-eagle-spec 2.3). K = 0 is plain decode."""
+    state, tokens = draft_window(params, configs, spec, state)
+    return verify_window(params, configs, spec, state, tokens)
 
 
 def run_prefill(
@@ -115,8 +141,11 @@ def run_prefill(
     spec: SpecConfig,
     state: DecodeState,
     chunk: Chunk,
-) -> tuple[DecodeState, RoundOutput]:
-    """A prompt chunk: both caches fill, and a final chunk chooses the answer's first token."""
+) -> tuple[DecodeState, RoundOutput, LogprobReport]:
+    """A prompt chunk: both caches fill, and a final chunk chooses the answer's first token.
+
+    The report is of ``chunk.following`` (T columns), so a prompt's first token has none.
+    """
     (target, head), (target_cfg, cfg) = params, configs
     speculating = spec.num_speculative_tokens > 0
     taps = cfg.taps if speculating and cfg is not None else ()
@@ -128,8 +157,16 @@ def run_prefill(
 
     logits = stack.logits(target, target_cfg, at_end(out.hidden))
     prompt = state.length + chunk.count
-    first = choose_tokens(logits, prompt[:, None], state.sampling)
     final = chunk.final & (chunk.count > 0)
+    rules = only(state.rules, final)
+    first = choose(logits, prompt[:, None], None, rules, chunk.masks)
+    prompt_report = report_prompt(
+        lambda hidden: stack.logits(target, target_cfg, hidden),
+        out.hidden,
+        chunk.following,
+        jnp.any(state.rules.prompt_logprobs & (chunk.count > 0)),
+        target_cfg.vocab_size,
+    )
     drafter_cache, pending = state.drafter_cache, state.pending
     if speculating:
         assert head is not None
@@ -159,12 +196,17 @@ def run_prefill(
         drafted=jnp.zeros_like(prompt),
         stopped=final & stopped,
         ended=final & ended,
+        logprobs=jax.tree.map(
+            lambda x: jnp.pad(x, ((0, 0), (0, width - 1), *[(0, 0)] * (x.ndim - 2))),
+            report_logprobs(logits, first, jnp.any(rules.logprobs)),
+        ),
     )
     state = state.replace(
+        rules=advance(state.rules, first, final.astype(jnp.int32)),
         last_token=jnp.where(final, first[:, 0], state.last_token),
         ready=jnp.where(final, ~ended, state.ready),
     )
-    return state, output
+    return state, output, prompt_report
 
 
 def step(
@@ -180,9 +222,9 @@ def step(
 
     Returns the state and outputs with a leading axis of ``rounds`` (+ 1 with a chunk).
     """
-    outputs = []
+    outputs, prompt_report = [], None
     if chunk is not None:
-        state, output = run_prefill(params, configs, spec, state, chunk)
+        state, output, prompt_report = run_prefill(params, configs, spec, state, chunk)
         outputs.append(jax.tree.map(lambda x: x[None], output))
     if rounds == 1:  # outside a loop the caches are updated in place; a loop would copy them twice
         state, output = run_round(params, configs, spec, state)
@@ -192,4 +234,30 @@ def step(
             lambda state, _: run_round(params, configs, spec, state), state, None, length=rounds
         )
         outputs.append(output)
-    return state, jax.tree.map(lambda *x: jnp.concatenate(x), *outputs)
+    output = jax.tree.map(lambda *x: jnp.concatenate(x), *outputs)
+    return state, output.replace(prompt=prompt_report)
+
+
+def draft_step(
+    params: tuple[TargetParams, DrafterParams | None],
+    state: DecodeState,
+    _: None,
+    *,
+    configs: tuple[TargetConfig, DrafterConfig | None],
+    spec: SpecConfig,
+) -> tuple[DecodeState, Int[Array, "b w"]]:
+    """The first half of a round, for slots with a grammar: the host needs the window for its masks."""
+    return draft_window(params, configs, spec, state)
+
+
+def verify_step(
+    params: tuple[TargetParams, DrafterParams | None],
+    state: DecodeState,
+    window: tuple[Int[Array, "b w"], UInt32[Array, "b w words"]],
+    *,
+    configs: tuple[TargetConfig, DrafterConfig | None],
+    spec: SpecConfig,
+) -> tuple[DecodeState, RoundOutput]:
+    """The second half: ``window`` is what ``draft_step`` gave and its masks. Outputs as from ``step``."""
+    state, output = verify_window(params, configs, spec, state, *window)
+    return state, jax.tree.map(lambda x: x[None], output)

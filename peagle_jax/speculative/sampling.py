@@ -10,9 +10,11 @@ noise to its own logits agrees more often.
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax.extend.random import threefry2x32_p
 from jaxtyping import Array, Float, Int
@@ -26,6 +28,12 @@ HIGHEST_TEMPERATURE = 100.0
 """Hotter is uniform to the eye, and rounding would decide which tokens top-p keeps."""
 
 LARGEST_TOP_K = 2**31 - 1
+
+MAX_LOGPROBS = 20
+"""Most likely tokens that a report can hold at each position (OpenAI's and vLLM's bound)."""
+
+MAX_LOGIT_BIAS = 1024
+"""Entries of one request's logit_bias; OpenAI takes 300."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,19 +51,56 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0  # stop ids are masked before that many answer tokens
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, -100..100), kept sorted by id
+    allowed_token_ids: tuple[int, ...] | None = None
+    logprobs: int | None = None  # None: none; n: the chosen token's and the n best
+    prompt_logprobs: int | None = None  # the same for prompt tokens
 
     def __post_init__(self) -> None:
-        def check(ok: bool, name: str, expected: str) -> None:
+        def check(ok: bool, name: str, expected: str, found: object = None) -> None:
             if not ok:
-                raise ValueError(f"{name} must be {expected}, found {getattr(self, name)}")
+                found = getattr(self, name) if found is None else found
+                raise ValueError(f"{name} must be {expected}, found {found}")
 
         check(0 <= self.temperature <= HIGHEST_TEMPERATURE, "temperature", f"in 0..{HIGHEST_TEMPERATURE:g}")
         check(self.top_k >= -1, "top_k", "at least 1, or 0 or -1 for off")
         check(0 < self.top_p <= 1, "top_p", "in (0, 1]")
         check(0 <= self.min_p <= 1, "min_p", "in [0, 1]")
         check(-(2**63) <= self.seed < 2**64, "seed", "a 64-bit integer")
+        check(-2 <= self.presence_penalty <= 2, "presence_penalty", "in -2..2")
+        check(-2 <= self.frequency_penalty <= 2, "frequency_penalty", "in -2..2")
+        check(0 < self.repetition_penalty < math.inf, "repetition_penalty", "above 0 (1 is off)")
+        check(self.min_tokens >= 0, "min_tokens", "at least 0")
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            check(count is None or 0 <= count <= MAX_LOGPROBS, name, f"in 0..{MAX_LOGPROBS}")
+        count = len(self.logit_bias)
+        check(count <= MAX_LOGIT_BIAS, "logit_bias", f"of at most {MAX_LOGIT_BIAS} tokens", f"{count}")
+        for token, bias in self.logit_bias:
+            check(token >= 0, "logit_bias", "of token ids from 0 on", f"id {token}")
+            check(-100 <= bias <= 100, "logit_bias", "in -100..100", f"{bias} for token {token}")
+        ids = [token for token, _ in self.logit_bias]
+        check(len(set(ids)) == count, "logit_bias", "one value a token", "one token twice")
+        if self.allowed_token_ids is not None:
+            check(len(self.allowed_token_ids) > 0, "allowed_token_ids", "at least one id, or null", "none")
+            check(min(self.allowed_token_ids) >= 0, "allowed_token_ids", "ids from 0 on")
+        object.__setattr__(self, "logit_bias", tuple(sorted(self.logit_bias)))
         object.__setattr__(self, "temperature", 0.0 if self.temperature < GREEDY_BELOW else self.temperature)
         object.__setattr__(self, "top_k", min(self.top_k, LARGEST_TOP_K))
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLogprob:
+    """A token under the model alone: log softmax (natural) of the raw logits, vLLM's raw_logprobs."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1 = best
+    top: tuple[tuple[int, float], ...]  # the n best (id, logprob), best first
 
 
 @struct.dataclass
@@ -71,15 +116,15 @@ class SamplingState:
 
 
 def sampling_state(params: list[SamplingParams]) -> SamplingState:
-    """Arrays of a batch's sampling parameters."""
+    """A batch's sampling parameters, as NumPy arrays."""
     words = [p.seed % 2**64 for p in params]
     return SamplingState(
-        temperature=jnp.array([p.temperature for p in params], jnp.float32),
-        top_k=jnp.array([max(p.top_k, 0) for p in params], jnp.int32),
-        top_p=jnp.array([p.top_p for p in params], jnp.float32),
-        min_p=jnp.array([p.min_p for p in params], jnp.float32),
-        seed_low=jnp.array([w & 0xFFFFFFFF for w in words], jnp.uint32),
-        seed_high=jnp.array([w >> 32 for w in words], jnp.uint32),
+        temperature=np.array([p.temperature for p in params], np.float32),
+        top_k=np.array([max(p.top_k, 0) for p in params], np.int32),
+        top_p=np.array([p.top_p for p in params], np.float32),
+        min_p=np.array([p.min_p for p in params], np.float32),
+        seed_low=np.array([w & 0xFFFFFFFF for w in words], np.uint32),
+        seed_high=np.array([w >> 32 for w in words], np.uint32),
     )
 
 

@@ -8,7 +8,8 @@ from jaxtyping import Array
 
 from peagle_jax.config import DrafterConfig, TargetConfig
 from peagle_jax.speculative.cache import KVCache, create_cache
-from peagle_jax.speculative.sampling import SamplingState
+from peagle_jax.speculative.logprobs import LogprobReport
+from peagle_jax.speculative.rules import RulesState
 
 
 @struct.dataclass
@@ -38,8 +39,7 @@ class DecodeState:
     last_token: Array  # int32 (B,)
     limit: Array  # int32 (B,): most tokens of prompt and answer together
     ready: Array  # bool (B,): the prompt is complete and the answer is not
-    stop_ids: Array  # int32 (B, stops), padded with -1
-    sampling: SamplingState
+    rules: RulesState
 
 
 @struct.dataclass
@@ -47,13 +47,15 @@ class Chunk:
     """T prompt tokens a sequence, to be prefilled.
 
     ``following`` holds the token after each: known, even at a chunk's end, except after the
-    prompt's last one. ``count`` (B,) rows are real; ``final`` (B,) marks the prompt's end.
+    prompt's last one. ``count`` (B,) rows are real; ``final`` (B,) marks the prompt's end. ``masks``
+    are what grammars allow as the answer's first token; None where no slot has a grammar.
     """
 
     tokens: Array  # int32 (B, T)
     following: Array  # int32 (B, T)
     count: Array  # int32 (B,)
     final: Array  # bool (B,)
+    masks: Array | None = None  # uint32 (B, 1, ceil(V / 32))
 
 
 @struct.dataclass
@@ -70,6 +72,8 @@ class RoundOutput:
     drafted: Array  # int32 (B,)
     stopped: Array  # bool (B,): ended by a stop id
     ended: Array  # bool (B,): ended by a stop id or by the limit
+    logprobs: LogprobReport  # of ``tokens``; zeros where no slot asked
+    prompt: LogprobReport | None = None  # of a dispatch's chunk's ``following`` (B, T): no axis of rounds
 
 
 def empty_state(
@@ -78,8 +82,7 @@ def empty_state(
     *,
     num_speculative_tokens: int,
     slots: int,
-    sampling: SamplingState,
-    stop_ids: Array,
+    rules: RulesState,
     limit: Array,
     dtype: jnp.dtype,
     stacked: bool,
@@ -108,6 +111,5 @@ def empty_state(
         last_token=jnp.zeros((batch,), jnp.int32),
         limit=limit,
         ready=jnp.zeros((batch,), bool),
-        stop_ids=stop_ids,
-        sampling=sampling,
+        rules=rules,
     )

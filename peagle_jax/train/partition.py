@@ -321,7 +321,8 @@ def peagle_loss(
 
     rollouts = (abreast(batch.anchors), abreast(batch.lengths)) if depth_counts else ()
     constants = (chunks(labels0), chunks(flags0), rollouts)
-    shared = (with_mask_row(params, cfg), context)
+    masked = with_mask_row(params, cfg) if depth_counts else params.replace(embed=None)
+    shared = (masked, context)
     found = summed(rematerialised(segment, remat), place, shared, chunks(hidden0), constants)
     total, metrics = cast(tuple[Array, Metrics], found)
     return total / jnp.maximum(metrics.count.sum(), 1.0), jax.lax.stop_gradient(metrics)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import socket
 import threading
 import time
@@ -14,21 +13,25 @@ import httpx
 import openai
 import pytest
 
-from peagle_jax.serve.__main__ import Server as PeagleServer
-from peagle_jax.serve.__main__ import bind
-from peagle_jax.serve.app import create_app
-from peagle_jax.serve.engine import Engine
+from peagle_jax.serve.app import AppOptions, create_app
+from peagle_jax.serve.metrics import Metrics
+from peagle_jax.serve.server import Server as PeagleServer
+from peagle_jax.serve.server import bind
 from peagle_jax.serve.serving import SamplingDefaults, ServedModel
+from peagle_jax.serve.unserved import PENDING
 from tests.serve.doubles import EOS, byte_tokenizer
 
 CONTEXT = 200
 
 
+PENDING.clear()  # the engine of these tests honours everything
+
+
 class Server:
     """What a test needs of a running server."""
 
-    def __init__(self, url: str, engine: Engine, decoder: Any, tokenizer: Any) -> None:
-        self.url, self.engine, self.decoder, self.tokenizer = url, engine, decoder, tokenizer
+    def __init__(self, url: str, engine: Any, tokenizer: Any, metrics: Metrics) -> None:
+        self.url, self.engine, self.tokenizer, self.metrics = url, engine, tokenizer, metrics
         self.stop: Callable[[], None] = lambda: None
         self.http = httpx.Client(base_url=url, timeout=120)
         self.openai = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
@@ -52,26 +55,39 @@ def complete(server, **changes):
 
 @contextlib.contextmanager
 def running(
-    decoder: Any,
+    engine: Any,
     *,
     tokenizer: Any = None,
     vocab_size: int | None = None,
-    k: int = 3,
     defaults: SamplingDefaults | None = None,
     max_model_len: int = CONTEXT,
     wait: bool = True,
     finish_within: float = 1.0,
     sock: socket.socket | None = None,
+    options: AppOptions | None = None,
+    root_path: str = "",
+    **served: Any,
 ) -> Iterator[Server]:
+    """A server over an engine; ``served`` are more of ServedModel's fields."""
     tokenizer = tokenizer or byte_tokenizer()
-    engine = Engine(decoder, copy.deepcopy(tokenizer), k)
     eos = tokenizer.get_vocab()[EOS]
     vocab_size = vocab_size or len(tokenizer)
     model = ServedModel(
-        ["tiny", "alias"], tokenizer, max_model_len, vocab_size, (eos,), defaults or SamplingDefaults()
+        ["tiny", "alias"],
+        tokenizer,
+        max_model_len,
+        vocab_size,
+        (eos,),
+        defaults or SamplingDefaults(),
+        **served,
     )
+    metrics = Metrics("tiny", max_model_len)
+    if getattr(engine, "on_finish", False) is None:
+        engine.on_finish = metrics.on_finish
     sock = sock or bind("127.0.0.1", 0)
-    server = PeagleServer(create_app(engine, model), engine, finish_within)
+    server = PeagleServer(
+        create_app(engine, model, options, metrics), engine, finish_within, root_path=root_path
+    )
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
     thread.start()
     deadline = time.monotonic() + 10
@@ -81,7 +97,7 @@ def running(
     deadline = time.monotonic() + 1000
     while wait and engine.state == "warming" and time.monotonic() < deadline:
         time.sleep(0.01)
-    handle = Server(f"http://127.0.0.1:{sock.getsockname()[1]}", engine, decoder, tokenizer)
+    handle = Server(f"http://127.0.0.1:{sock.getsockname()[1]}", engine, tokenizer, metrics)
     handle.stop = lambda: setattr(server, "should_exit", True)
     try:
         yield handle

@@ -16,10 +16,8 @@ import httpx
 import pytest
 
 from peagle_jax import commands
-from peagle_jax.arguments import CommandError, run_command
+from peagle_jax.arguments import run_command
 from peagle_jax.serve import __main__ as command
-from tests.serve.conftest import running
-from tests.serve.doubles import says
 from tests.serve.tiny_model import write_head, write_model
 
 ROOT = Path(__file__).parents[2]
@@ -41,6 +39,9 @@ def refused(argv: list[str], capsys) -> str:
     ("argv", "words"),
     [
         (["--tensor-paralel-size=2"], "unrecognized arguments: --tensor-paralel-size=2; see"),
+        (["serve", "--tensor-parallel-size", "2"], "replicas are --data-parallel-size"),
+        (["--ssl-keyfile", "/nowhere"], "belong together"),
+        (["--chat-template", "/nowhere"], "cannot be read"),
         (["--max-model", "9"], "unrecognized arguments"),  # abbreviations are not guessed
         (["--port", "x"], "invalid int value: 'x'"),
         (["--dtype", "fp8"], "invalid choice: 'fp8'"),
@@ -85,27 +86,23 @@ def test_a_busy_port_is_told_before_anything_is_loaded(capsys, monkeypatch):
         assert f"cannot listen on 127.0.0.1:{port}" in refused(["--port", str(port)], capsys)
 
 
-def test_two_servers_cannot_have_one_port_while_they_load():
-    with command.bind("127.0.0.1", 0) as first:
-        port = first.getsockname()[1]
-        with pytest.raises(CommandError, match=f"cannot listen on 127.0.0.1:{port}: .*choose another"):
-            command.bind("127.0.0.1", port)
-
-
-def test_a_request_that_comes_while_the_model_loads_is_answered_when_it_is_there():
-    sock = command.bind("127.0.0.1", 0)
-    with socket.create_connection(sock.getsockname(), timeout=60) as early:
-        early.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-        with running(says("x"), sock=sock):
-            answer = b""
-            while part := early.recv(4096):
-                answer += part
-    assert answer.startswith(b"HTTP/1.1 200")
-
-
-def test_an_address_is_one_that_clients_take():
-    assert command.url_of("127.0.0.1", 80) == "http://127.0.0.1:80"
-    assert command.url_of("::1", 80) == "http://[::1]:80"
+def test_the_report_is_lines_for_people_and_objects_for_programs(capsys):
+    values = [("served as", "tiny"), ("K", 3)]
+    command.Report(as_json=False).show("loaded", "peagle_jax 1", values)
+    command.Report(as_json=False).ready("http://x", 2.04)
+    assert capsys.readouterr().out.splitlines() == [
+        "peagle_jax 1",
+        "  served as      tiny",
+        "  K              3",
+        "  compiled in    2.0 s",
+        "ready: http://x/v1/chat/completions",
+    ]
+    command.Report(as_json=True).show("loaded", "peagle_jax 1", values)
+    command.Report(as_json=True).ready("http://x", 2.04)
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [
+        {"event": "loaded", "served_as": "tiny", "K": 3},
+        {"event": "ready", "url": "http://x", "compiled_in_s": 2.0},
+    ]
 
 
 def test_help_teaches_the_json_keys(capsys):
@@ -175,6 +172,7 @@ def test_it_serves_a_folder_with_a_head_and_ends_in_peace(tmp_path):
         ):
             assert line in report
         assert httpx.get(f"{url}/health").status_code == 200
+        assert "vllm:spec_decode_num_drafts_total{" in httpx.get(f"{url}/metrics").text
         body = {"prompt": "the cat", "max_tokens": 590, "ignore_eos": True, "stream": True}
         events = []
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=600) as response:

@@ -10,9 +10,10 @@ import httpx
 import openai
 import pytest
 
-from peagle_jax.serve.serving import SamplingDefaults, unserved_defaults
+from peagle_jax.serve.serving import SamplingDefaults
 from tests.serve.conftest import CONTEXT, chat, complete, running, user
-from tests.serve.doubles import END, TOKENIZER, says
+from tests.serve.doubles import END, TOKENIZER
+from tests.serve.engine_double import says
 
 ANSWER = "naïve 🦅 the thing END of <it>"
 
@@ -30,7 +31,7 @@ def test_chat_renders_the_template_and_answers(server):
     answer = chat(server)
     choice = answer.choices[0]
     prompt = "<|start|>user\nhi<|end|>\n<|start|>assistant\n"
-    assert server.decoder.seen[-1][0] == TOKENIZER.encode(prompt)
+    assert list(server.engine.seen[-1].prompt_ids) == TOKENIZER.encode(prompt)
     assert (choice.message.role, choice.message.content, choice.finish_reason) == (
         "assistant",
         ANSWER,
@@ -46,20 +47,20 @@ def test_chat_renders_the_template_and_answers(server):
 def test_text_parts_are_joined(server):
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     chat(server, messages=[{"role": "user", "content": parts}])
-    assert "user\na\nb<|end|>" in TOKENIZER.decode(server.decoder.seen[-1][0])
+    assert "user\na\nb<|end|>" in TOKENIZER.decode(list(server.engine.seen[-1].prompt_ids))
 
 
 def test_chat_may_fill_the_context_and_completions_have_the_usual_default(server):
     chat(server)
-    assert len(server.decoder.seen[-1][0]) + server.decoder.seen[-1][2] == CONTEXT
+    assert len(list(server.engine.seen[-1].prompt_ids)) + server.engine.seen[-1].max_tokens == CONTEXT
     complete(server)
-    assert server.decoder.seen[-1][2] == 16
+    assert server.engine.seen[-1].max_tokens == 16
 
 
 @pytest.mark.parametrize("prompt", ["hi", ["hi"], TOKENIZER.encode("hi"), [TOKENIZER.encode("hi")]])
 def test_completions_take_text_and_ids(server, prompt):
     answer = complete(server, prompt=prompt, max_tokens=100)
-    assert server.decoder.seen[-1][0] == TOKENIZER.encode("hi")
+    assert list(server.engine.seen[-1].prompt_ids) == TOKENIZER.encode("hi")
     assert (answer.object, answer.choices[0].text, answer.choices[0].finish_reason) == (
         "text_completion",
         ANSWER,
@@ -82,9 +83,9 @@ def test_max_completion_tokens_goes_before_max_tokens(server):
 def test_ignore_eos_and_stop_token_ids_choose_what_stops(server):
     letter = TOKENIZER.encode("v")[0]
     complete(server, extra_body={"ignore_eos": True, "stop_token_ids": [letter]})
-    assert server.decoder.seen[-1][3] == {letter}
+    assert server.engine.seen[-1].stop_ids == {letter}
     answer = complete(server, extra_body={"stop_token_ids": [letter]})
-    assert server.decoder.seen[-1][3] == {letter, END}
+    assert server.engine.seen[-1].stop_ids == {letter, END}
     assert (answer.choices[0].text, answer.usage.completion_tokens) == ("naï", 5)
 
 
@@ -108,7 +109,7 @@ def test_stop_strings_cut_the_text(server, stop, text):
 
 def test_sampling_parameters_reach_the_decoder(server):
     complete(server, temperature=0.7, top_p=0.9, seed=-5, extra_body={"top_k": 4, "min_p": 0.1})
-    sampling = server.decoder.seen[-1][1]
+    sampling = server.engine.seen[-1].sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p, sampling.seed) == (
         0.7,
         0.9,
@@ -123,17 +124,12 @@ def test_absent_parameters_take_the_models_defaults(serve):
         says("x"), defaults=SamplingDefaults.from_generation_config({"temperature": 0.6, "top_k": 20})
     )
     complete(server)
-    first = server.decoder.seen[-1][1]
+    first = server.engine.seen[-1].sampling
     complete(server, temperature=0)
-    second = server.decoder.seen[-1][1]
+    second = server.engine.seen[-1].sampling
     assert (first.temperature, first.top_k, first.top_p) == (0.6, 20, 1.0)
     assert (second.temperature, second.top_k) == (0.0, 20)
     assert first.seed != second.seed
-
-
-def test_settings_of_the_model_that_are_not_applied_are_named():
-    values = {"repetition_penalty": 1.1, "typical_p": 1.0, "no_repeat_ngram_size": None, "top_k": 9}
-    assert unserved_defaults(values) == ["repetition_penalty 1.1"]
 
 
 def test_neutral_values_of_unserved_fields_are_accepted(server):
@@ -175,8 +171,8 @@ def test_a_model_is_described_by_its_name(server):
 
 def test_what_does_not_finish_before_the_server_stops_ends_with_an_error_of_its_own(serve):
     """One request runs and one waits behind it, as an answer and as a stream."""
-    decoder = says("a" * 190, width=1, pause=0.05)
-    server = serve(decoder, finish_within=0.2)
+    engine = says("a" * 190, width=1, pause=0.05)
+    server = serve(engine, finish_within=0.2)
     answers = {}
 
     def ask(name, **changes):
@@ -184,7 +180,7 @@ def test_what_does_not_finish_before_the_server_stops_ends_with_an_error_of_its_
 
     threads = [threading.Thread(target=ask, args=("running",))]
     threads[0].start()
-    assert decoder.busy.wait(10)
+    assert engine.busy.wait(10)
     threads.append(threading.Thread(target=ask, args=("waiting",), kwargs={"stream": True}))
     threads[1].start()
     time.sleep(0.2)
@@ -224,7 +220,7 @@ def test_a_stream_has_no_usage_unless_asked(server):
 
 @pytest.mark.parametrize("width", [1, 2, 3, 5, 16])
 def test_a_stream_says_what_the_whole_answer_says(serve, width):
-    server = serve(says(ANSWER, width=width), k=15)
+    server = serve(says(ANSWER, width=width))
     for limit in (1, 4, 5, 6, 9, 100):
         whole = chat(server, max_tokens=limit)
         chunks = list(chat(server, max_tokens=limit, stream=True, stream_options={"include_usage": True}))

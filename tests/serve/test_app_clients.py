@@ -9,7 +9,8 @@ import httpx
 import pytest
 
 from tests.serve.conftest import complete
-from tests.serve.doubles import END, ScriptedDecoder
+from tests.serve.doubles import END
+from tests.serve.engine_double import ScriptedEngine
 
 
 def wait_until(condition) -> None:
@@ -21,8 +22,10 @@ def wait_until(condition) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_the_engine(serve, stream):
-    decoder = ScriptedDecoder(lambda p: [65] * 150 if len(p) == 4 else p, width=1, pause=0.1)
-    server = serve(decoder)
+    engine = ScriptedEngine(
+        lambda r: [65] * 150 if len(r.prompt_ids) == 4 else r.prompt_ids, width=1, pause=0.1
+    )
+    server = serve(engine)
     client = httpx.Client(base_url=server.url, timeout=0.5)
     body = {"prompt": "long", "max_tokens": 150, "stream": stream}
     if stream:
@@ -32,14 +35,14 @@ def test_a_client_that_leaves_frees_the_engine(serve, stream):
         with pytest.raises(httpx.ReadTimeout):
             client.post("/v1/completions", json=body)
     client.close()
-    wait_until(lambda: decoder.closed)
-    assert decoder.closed == [True]
-    assert decoder.rounds < 100
+    wait_until(lambda: engine.closed)
+    assert engine.closed == [True]
+    assert engine.rounds < 100
     assert complete(server, prompt="ok").choices[0].text == "ok"
 
 
 def test_requests_that_come_together_are_all_answered(serve):
-    server = serve(ScriptedDecoder(lambda p: [*p, END], pause=0.001))
+    server = serve(ScriptedEngine(lambda r: [*r.prompt_ids, END], pause=0.001))
     texts: dict[int, str] = {}
 
     def ask(i: int) -> None:

@@ -8,8 +8,10 @@ import httpx
 import openai
 import pytest
 
+from peagle_jax.serve.unserved import PENDING
 from tests.serve.conftest import CONTEXT, chat, complete, running, user
-from tests.serve.doubles import ScriptedDecoder, byte_tokenizer, says
+from tests.serve.doubles import byte_tokenizer
+from tests.serve.engine_double import ScriptedEngine, says
 
 ANSWER = "an answer"
 
@@ -30,24 +32,14 @@ def refused(response: httpx.Response, status: int = 400) -> dict:
 
 
 UNSERVED_CHAT = {
-    "n": 2,
-    "best_of": 3,
-    "presence_penalty": 0.5,
-    "frequency_penalty": -1,
-    "repetition_penalty": 1.1,
-    "logit_bias": {"5": 1},
-    "logprobs": True,
-    "top_logprobs": 2,
-    "tools": [{"type": "function", "function": {"name": "f"}}],
-    "tool_choice": "required",
     "functions": [{"name": "f"}],
-    "response_format": {"type": "json_object"},
-    "min_tokens": 3,
-    "echo": True,
     "modalities": ["text", "audio"],
     "bad_words": ["x"],
-    "structured_outputs": {"regex": "a"},
-    "continue_final_message": True,
+    "store": True,
+    "use_beam_search": True,
+    "thinking_token_budget": 50,
+    "return_hidden_states": True,
+    "best_of": 3,
 }
 
 
@@ -59,16 +51,16 @@ def test_known_fields_that_are_not_served_are_refused_by_name(server, field):
 
 
 def test_refusals_spell_values_as_json_does(server):
-    assert refused(server.post("/v1/completions", prompt="hi", echo=True))["message"] == (
-        "echo is not supported here; leave it out or send false"
+    assert refused(server.post("/v1/completions", prompt="hi", use_beam_search=True))["message"] == (
+        "use_beam_search is not supported here; leave it out or send false"
     )
-    error = refused(server.post("/v1/chat/completions", messages=user("hi"), tools=[1], response_format=3))
-    assert error["message"].endswith(("send []", 'send {"type": "text"}'))
+    error = refused(server.post("/v1/chat/completions", messages=user("hi"), modalities=3))
+    assert error["message"].endswith('send ["text"]')
     assert "found null" in refused(server.post("/v1/completions", prompt=None))["message"]
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("logprobs", 0), ("suffix", "x"), ("echo", True), ("n", True), ("best_of", 2)]
+    ("field", "value"), [("suffix", "x"), ("n", True), ("best_of", 2), ("logprobs", True)]
 )
 def test_completions_refuse_their_own(server, field, value):
     assert refused(server.post("/v1/completions", prompt="hi", **{field: value}))["param"] == field
@@ -98,10 +90,58 @@ def test_completions_refuse_their_own(server, field, value):
         ({"stop_token_ids": "a"}, "stop_token_ids", "valid list"),
         ({"stream": "yes"}, "stream", "valid boolean"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "only allowed with stream: true"),
+        ({"presence_penalty": 2.5}, "presence_penalty", "less than or equal to 2"),
+        ({"frequency_penalty": -3}, "frequency_penalty", "greater than or equal to -2"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "greater than 0, found 0"),
+        ({"logit_bias": {"5": 101}}, "logit_bias.5", "less than or equal to 100"),
+        ({"logit_bias": {"x": 1}}, "logit_bias", "token ids as keys, found 'x'"),
+        ({"logit_bias": {"05": 1}}, "logit_bias", "token ids as keys"),
+        ({"logit_bias": {"99999": 1}}, "logit_bias", "token id 99999 is not in the vocabulary"),
+        ({"logit_bias": [1]}, "logit_bias", "valid dictionary"),
+        ({"allowed_token_ids": []}, "allowed_token_ids", "at least one token"),
+        ({"allowed_token_ids": [-1]}, "allowed_token_ids", "token id -1"),
+        ({"min_tokens": -1}, "min_tokens", "greater than or equal to 0"),
+        ({"min_tokens": 5, "max_tokens": 3}, "min_tokens", "not be more than max_tokens"),
+        ({"n": 0}, "n", "greater than or equal to 1"),
+        ({"n": 129}, "n", "less than or equal to 128"),
+        ({"top_logprobs": 2}, "top_logprobs", "needs logprobs: true"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "at most 20, found 21"),
+        ({"logprobs": 3}, "logprobs", "valid boolean"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "cannot be streamed"),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "greater than or equal to -1"),
+        ({"priority": "high"}, "priority", "valid integer"),
+        ({"request_id": "a\nb"}, "request_id", "pattern"),
+        ({"request_id": "ü"}, "request_id", "pattern"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type", "'json_object'"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "is missing"),
         (
-            {"stream": True, "stream_options": {"continuous_usage_stats": True}},
-            None,
-            "continuous_usage_stats",
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "response_format.json_schema.schema",
+            "field required",
+        ),
+        ({"structured_outputs": {}}, "structured_outputs", "names no constraint"),
+        ({"structured_outputs": {"regx": "a"}}, "structured_outputs.regx", "not permitted"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "both constrain"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice", "both constrain"),
+        ({"guided_json": "{"}, "guided_json", "not JSON"),
+        ({"guided_json": "5"}, "guided_json", "expected a JSON schema, found '5'"),
+        ({"guided_choice": []}, "guided_choice", "not empty"),
+        ({"guided_regex": ""}, "guided_regex", "is empty"),
+        ({"tools": [1]}, "tools.0", "valid dictionary"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name", "pattern"),
+        ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "f"}}},
+            "tool_choice",
+            "not among the tools",
+        ),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "this model calls none"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template", "--trust-request-chat-template"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "must not set messages"),
+        (
+            {"continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message",
+            "exclude each other",
         ),
         ({"messages": []}, "messages", "at least 1 item"),
         ({"messages": "hi"}, "messages", "valid list"),
@@ -122,8 +162,8 @@ def test_completions_refuse_their_own(server, field, value):
         ({"messages": [{"role": "nobody", "content": "x"}]}, "messages", "nobody may not speak"),
         (
             {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": "a"}]}]},
-            "messages.0.tool_calls",
-            "tool_calls is not supported",
+            "messages.0.tool_calls.0.function",
+            "field required",
         ),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages.0.content", "valid Unicode"),
     ],
@@ -146,8 +186,10 @@ def test_wrong_values_are_refused_by_name(server, body, param, words):
         ("", "the prompt is empty"),
         ([], "the prompt is empty"),
         ([[]], "the prompt is empty"),
-        (["a", "b"], "expected one prompt, found 2"),
-        ([[1], [2]], "expected one prompt, found 2"),
+        (["a", ""], "the prompt is empty"),
+        (["a", [1]], "a string, a list of token ids"),
+        ([[1], [2, True]], "a string, a list of token ids"),
+        (["a"] * 2049, "at most 2048 prompts, found 2049"),
         ([1, "a"], "a string, a list of token ids"),
         ([1.5], "a string, a list of token ids"),
         ([True], "a string, a list of token ids"),
@@ -299,7 +341,7 @@ def test_a_model_without_a_chat_template_refuses_chat_only(serve):
 
 
 def test_a_failing_engine_is_a_500_in_shape_and_an_event_in_a_stream(serve):
-    server = serve(ScriptedDecoder(lambda p: p * 2, fail=lambda prompt: len(prompt) == 3))
+    server = serve(ScriptedEngine(lambda r: r.prompt_ids * 2, fail=lambda r: len(r.prompt_ids) == 3))
     error = refused(server.post("/v1/completions", prompt="bad"), 500)
     assert error["message"] == "RuntimeError: the accelerator is on fire"
     with pytest.raises(openai.APIError, match="on fire"):
@@ -325,3 +367,16 @@ def test_a_stopped_engine_is_503(serve):
 def test_the_server_has_lived_through_all_this(server):
     assert server.engine.state == "ready"
     assert chat(server).choices[0].message.content == ANSWER
+
+
+def test_prompts_times_answers_have_a_limit(server):
+    error = refused(server.post("/v1/completions", prompt=["a"] * 17, n=128))
+    assert (error["param"], error["message"]) == ("n", "n times the prompts must be at most 2048")
+
+
+def test_what_the_engine_cannot_do_yet_is_refused_by_name(server, monkeypatch):
+    monkeypatch.setitem(PENDING, "min_tokens", (0,))
+    assert (
+        refused(server.post("/v1/completions", prompt="x", min_tokens=2))["code"] == "unsupported_parameter"
+    )
+    assert server.post("/v1/completions", prompt="x", min_tokens=0).status_code == 200

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 
 from peagle_jax.config import SpecConfig
+from peagle_jax.serve.engine import Engine
 from peagle_jax.speculative.decoder import Decoder
 from tests.serve.conftest import running
 from tests.serve.tiny_model import CONFIG, PARAMS, TOKENIZER, tiny_head
@@ -15,22 +18,23 @@ pytestmark = pytest.mark.timeout(1200)  # a busy machine compiles slowly
 PROMPTS = ["the cat", "naïve 🦅", "x" * 100]
 
 
-def tiny_decoder(k: int) -> Decoder:
+def tiny_engine(k: int) -> Engine:
     head = tiny_head() if k else None
     params = head_params(head) if head else None
     spec = SpecConfig(k, "peagle" if k else None)
-    return Decoder(CONFIG, PARAMS, head, params, spec, max_model_len=200, prefill_chunk=32)
+    decoder = Decoder(CONFIG, PARAMS, head, params, spec, max_model_len=200, prefill_chunk=32)
+    return Engine(decoder, copy.deepcopy(TOKENIZER), k)
 
 
 @pytest.fixture(scope="module")
 def speculative():
-    with running(tiny_decoder(3), tokenizer=TOKENIZER, k=3) as server:
+    with running(tiny_engine(3), tokenizer=TOKENIZER) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def plain():
-    with running(tiny_decoder(0), tokenizer=TOKENIZER, k=0) as server:
+    with running(tiny_engine(0), tokenizer=TOKENIZER) as server:
         yield server
 
 
@@ -77,11 +81,11 @@ def test_a_request_without_a_seed_varies_and_one_with_it_repeats(speculative):
 
 
 def test_nothing_compiles_after_the_warm_up(speculative):
-    before = speculative.decoder.compilations
+    before = speculative.engine._decoder.compilations
     assert before > 0
     for temperature in (0, 0.8):
         for prompt in PROMPTS:
             speculative.openai.completions.create(
                 model="tiny", prompt=prompt, max_tokens=40, temperature=temperature, extra_body={"top_k": 5}
             )
-    assert speculative.decoder.compilations == before
+    assert speculative.engine._decoder.compilations == before

@@ -85,3 +85,49 @@ def test_wrong_values_are_one_line(values, words):
 def test_what_is_not_an_object_is_refused(text, words):
     with pytest.raises(CommandError, match=words):
         parse_speculative_config(text)
+
+
+@pytest.mark.parametrize(
+    ("spec", "method", "tokens"),
+    [
+        (True, "peagle", None),
+        (False, "eagle3", None),
+        ({}, "peagle", None),
+        ({"depth": 4, "width": 1}, "peagle", 4),
+    ],
+)
+def test_sagemakers_name_of_parallel_drafting(spec, method, tokens):
+    options = parse_speculative_config(json.dumps({"method": "eagle3", "parallel_drafting_spec": spec}))
+    assert (options.method, options.num_speculative_tokens) == (method, tokens)
+
+
+def test_widths_by_batch_size_and_synthetic_rates():
+    options = parse(
+        num_speculative_tokens_per_batch_size=[[1, 4, 5], [5, 64, 0]], synthetic_acceptance_rates=[1, 0.5]
+    )
+    assert options.num_speculative_tokens_per_batch_size == ((1, 4, 5), (5, 64, 0))
+    assert options.synthetic_acceptance_rates == (1.0, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"parallel_drafting_spec": 5}, "must be a boolean .* or an object"),
+        ({"parallel_drafting_spec": {"deep": 5}}, "unknown key 'deep'; valid keys are depth, width"),
+        ({"parallel_drafting_spec": {"depth": 0}}, "at least 1, found 0"),
+        ({"parallel_drafting_spec": {"width": 2}}, "trees are not served"),
+        ({"parallel_drafting_spec": True, "parallel_drafting": False}, "contradicts parallel_drafting"),
+        ({"parallel_drafting_spec": {"depth": 3}, "num_speculative_tokens": 2}, "depth contradicts"),
+        ({"num_speculative_tokens_per_batch_size": []}, "is empty"),
+        ({"num_speculative_tokens_per_batch_size": [[2, 4, 5]]}, "begins at 1"),
+        ({"num_speculative_tokens_per_batch_size": [[1, 4, 5], [6, 7, 1]]}, "begins at 5"),
+        ({"num_speculative_tokens_per_batch_size": [[1, 4]]}, r"list of \[from, to, K\]"),
+        ({"synthetic_acceptance_rates": [0.5, 0.7]}, "do not rise"),
+        ({"synthetic_acceptance_rates": [1.5]}, "in 0..1"),
+        ({"synthetic_acceptance_rates": [True]}, "numbers in 0..1"),
+        ({"draft_tensor_parallel_size": 2}, "must be 1"),
+    ],
+)
+def test_wrong_values_of_the_newer_keys_are_told(values, words):
+    with pytest.raises(CommandError, match=words):
+        parse_speculative_config(json.dumps(values))

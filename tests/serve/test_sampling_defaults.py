@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from peagle_jax.arguments import CommandError
-from peagle_jax.serve.serving import SamplingDefaults, unserved_defaults
+from peagle_jax.serve.sampling_defaults import SamplingDefaults, unserved_defaults
 
 
 def test_known_keys_are_read_and_null_is_absent():
@@ -44,10 +44,14 @@ def test_a_default_that_no_request_could_have_ends_the_start_in_one_line(key, va
 
 def test_settings_that_are_not_applied_are_told_whatever_they_are():
     told = unserved_defaults(
-        {"repetition_penalty": "high\n\ud800", "typical_p": float("nan"), "no_repeat_ngram_size": [1] * 99}
+        {
+            "encoder_repetition_penalty": "high\n\ud800",
+            "typical_p": float("nan"),
+            "no_repeat_ngram_size": [1] * 99,
+        }
     )
     assert told == [
-        "repetition_penalty 'high\\n\\ud800'",
         "no_repeat_ngram_size " + str([1] * 99)[:40],
         "typical_p nan",
+        "encoder_repetition_penalty 'high\\n\\ud800'",
     ]

@@ -247,7 +247,13 @@ class Engine:
         with contextlib.closing(rounds):
             for result in rounds:
                 delta = answer.add(result.tokens, result.finish_reason)
-                delta = dataclasses.replace(delta, accepted=result.accepted, drafted=result.drafted)
+                delta = dataclasses.replace(
+                    delta,
+                    accepted=result.accepted,
+                    drafted=result.drafted,
+                    logprobs=tuple((result.logprobs or ())[: len(delta.token_ids)]),
+                    prompt_logprobs=result.prompt_logprobs and (None, *result.prompt_logprobs),
+                )
                 first = first or time.monotonic()
                 count += len(delta.token_ids)
                 for position in range(result.accepted):

@@ -15,14 +15,6 @@ Neutral = dict[str, tuple[Any, ...]]
 """A field's values that ask for nothing; null always does."""
 
 PENDING: Neutral = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "allowed_token_ids": (),
-    "min_tokens": (0,),
-    "logprobs": (False,),
-    "prompt_logprobs": (),
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
     "guided_json": (),

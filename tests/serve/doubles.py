@@ -42,6 +42,8 @@ class Result(NamedTuple):
     accepted: int = 0
     drafted: int = 0
     finish_reason: str | None = None
+    logprobs: None = None
+    prompt_logprobs: None = None
 
 
 class ScriptedDecoder:

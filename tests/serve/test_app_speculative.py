@@ -38,7 +38,24 @@ def plain():
         yield server
 
 
-@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1.2, "top_p": 0.9, "seed": 7}])
+RULES = {
+    "frequency_penalty": 1.5,
+    "presence_penalty": -0.5,
+    "logit_bias": {"70": -100, "71": 3},
+    "extra_body": {"repetition_penalty": 1.3, "min_tokens": 20},
+}
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 0},
+        {"temperature": 1.2, "top_p": 0.9, "seed": 7},
+        {"temperature": 0} | RULES,
+        {"temperature": 1.2, "seed": 7} | RULES,
+    ],
+    ids=["greedy", "seeded", "greedy with rules", "seeded with rules"],
+)
 def test_the_answers_are_the_same_with_and_without_a_head(speculative, plain, sampling):
     for prompt in PROMPTS:
         request = {"model": "tiny", "prompt": prompt, "max_tokens": 60, **sampling}
@@ -46,6 +63,25 @@ def test_the_answers_are_the_same_with_and_without_a_head(speculative, plain, sa
         assert ours.choices[0].text == theirs.choices[0].text
         assert ours.choices[0].finish_reason == theirs.choices[0].finish_reason
         assert ours.usage == theirs.usage
+
+
+def test_log_probabilities_are_those_without_a_head(speculative, plain):
+    request = {
+        "model": "tiny",
+        "prompt": "the cat",
+        "max_tokens": 40,
+        "logprobs": 3,
+        "echo": True,
+        "temperature": 0,
+    }
+    answers = [s.openai.completions.create(**request) for s in (speculative, plain)]
+    ours, theirs = (answer.choices[0].logprobs for answer in answers)
+    assert len(ours.tokens) == answers[0].usage.total_tokens
+    assert "".join(ours.tokens).startswith("the cat")
+    assert (ours.tokens, ours.text_offset) == (theirs.tokens, theirs.text_offset)
+    assert ours.token_logprobs[0] is None
+    assert ours.token_logprobs[1:] == pytest.approx(theirs.token_logprobs[1:], abs=1e-4)
+    assert [list(top) for top in ours.top_logprobs[1:]] == [list(top) for top in theirs.top_logprobs[1:]]
 
 
 def test_a_stream_equals_the_whole_answer(speculative):

@@ -66,12 +66,17 @@ def fraction(text: str) -> float:
     return value
 
 
+def _json(text: str) -> Any:
+    """What JSON text says; None, as for null, where it is none."""
+    try:
+        return json.loads(utf8(text))
+    except (ValueError, RecursionError):
+        return None
+
+
 def json_object(text: str) -> dict[str, Any]:
     """An argument's type: a JSON object."""
-    try:
-        value = json.loads(utf8(text))
-    except (ValueError, RecursionError):
-        value = None
+    value = _json(text)
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"must be a JSON object, found {text[:40]!r}")
     return value
@@ -79,10 +84,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 def json_strings(text: str) -> tuple[str, ...]:
     """An argument's type: a JSON list of strings."""
-    try:
-        value = json.loads(utf8(text))
-    except (ValueError, RecursionError):
-        value = None
+    value = _json(text)
     if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
         raise argparse.ArgumentTypeError(f'must be a JSON list like ["*"], found {text[:40]!r}')
     return tuple(value)

@@ -29,11 +29,11 @@ from peagle_jax.layers.linear import table_rows, vocabulary_product
 from peagle_jax.parallel.rules import constrain, split_as_stored
 from peagle_jax.parallel.sequence import WHOLE, SequenceParts
 from peagle_jax.train.accumulation import summed
-from peagle_jax.train.depth_zero import Positions, depth_zero
+from peagle_jax.train.depth_zero import Context, Positions, depth_zero
 from peagle_jax.train.losses import LossKind, Metrics, agrees, distillation_loss
 from peagle_jax.train.remat import Remat, rematerialised
 
-Shared = tuple[DrafterParams, list[tuple[Array, Array]]]
+Shared = tuple[DrafterParams, Context]
 """What all segments read and learn: the head, and each layer's depth-0 keys and values."""
 
 
@@ -214,7 +214,7 @@ def rollout_hidden(
     params: DrafterParams,
     cfg: DrafterConfig,
     batch: Batch,
-    context: list[tuple[Array, Array]],
+    context: Context,
     anchors: Array,
     lengths: Array,
     counts: tuple[int, ...],

@@ -14,7 +14,7 @@ from peagle_jax import commands
 from peagle_jax.arguments import CommandError, Parser, add_model, named, utf8
 from peagle_jax.serve.acceptance import LEVELS
 from peagle_jax.serve.chat_parser import ReasoningParser, ToolParser
-from peagle_jax.serve.serving import MAX_LOGPROBS
+from peagle_jax.speculative.sampling import MAX_LOGPROBS
 
 _EPILOG = """\
 examples:

@@ -25,10 +25,7 @@ from peagle_jax.serve.structured import grammar_of
 from peagle_jax.serve.token_text import TokenText
 from peagle_jax.serve.tokenize_protocol import DetokenizeRequest, TokenizeChat, TokenizeText
 from peagle_jax.serve.tools import answer_grammar, tool_format
-from peagle_jax.speculative.sampling import SamplingParams
-
-MAX_LOGPROBS = 20
-"""vLLM's default of --max-logprobs, and what OpenAI takes."""
+from peagle_jax.speculative.sampling import MAX_LOGPROBS, SamplingParams
 
 
 @dataclasses.dataclass(frozen=True)

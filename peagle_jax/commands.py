@@ -15,9 +15,10 @@ from peagle_jax.arguments import CommandError
 from peagle_jax.checkpoint.folder import local_path
 from peagle_jax.checkpoint.head import default_head_path, load_head
 from peagle_jax.checkpoint.model import LoadedTarget, load_target
-from peagle_jax.config import DrafterConfig, Method, SpecConfig
+from peagle_jax.config import DrafterConfig, Method, SpecConfig, TargetConfig
 from peagle_jax.drafter.head import DrafterParams
 from peagle_jax.speculative.decoder import Decoder
+from peagle_jax.speculative.request import Request, settings_of
 
 DTYPES = ("auto", "float32", "bfloat16")
 DEFAULT_TOKENS = 5
@@ -63,14 +64,25 @@ class Loaded:
     num_speculative_tokens: int
     dtype: jnp.dtype
 
-    def spec(self) -> SpecConfig:
-        """The round's configuration."""
+    def spec(self, rounds: int = 1) -> SpecConfig:
+        """The round's configuration, of so many rounds a dispatch."""
         if self.head is None or not self.num_speculative_tokens:
-            return SpecConfig()
-        return SpecConfig(self.num_speculative_tokens, self.head.config.method)
+            return SpecConfig(rounds=rounds)
+        return SpecConfig(self.num_speculative_tokens, self.head.config.method, rounds)
 
-    def decoder(self, max_model_len: int, *, speculative: bool = True) -> Decoder:
-        """A decoder of this target; without its head if not ``speculative``.
+    def decoder(
+        self,
+        max_model_len: int,
+        *,
+        speculative: bool = True,
+        memory_utilization: float | None = None,
+        rounds: int = 1,
+        **options: Any,
+    ) -> Decoder:
+        """A decoder of this target; without its head if not ``speculative``. ``options`` are Decoder's.
+
+        With a ``memory_utilization`` the caches take at most what that share of the memory leaves beside
+        the weights (see ``kv_room``), and the slots adapt to it.
 
         Raises:
             ConfigError: the head does not fit the target, or K is above what it was trained for.
@@ -78,13 +90,16 @@ class Loaded:
         """
         check_memory(self.target, max_model_len, self.dtype)
         head = self.head if speculative and self.num_speculative_tokens else None
+        if memory_utilization is not None:
+            options["kv_tokens"] = kv_room(self, memory_utilization, options.get("batch", 1))
         return Decoder(
             self.target.config,
             self.target.params,
             head and head.config,
             head and head.params,
-            self.spec() if head else SpecConfig(),
+            self.spec(rounds) if head else SpecConfig(rounds=rounds),
             max_model_len=max_model_len,
+            **options,
         )
 
 
@@ -191,18 +206,54 @@ def context_limit(target: LoadedTarget, wanted: int | None = None) -> int:
 
 def check_memory(target: LoadedTarget, max_model_len: int, dtype: jnp.dtype) -> None:
     """Raises CommandError for a context whose keys and values alone are more than the memory there is."""
-    block, device = target.config.block, jax.devices()[0]
-    if device.platform == "cpu":
-        available, size = _machine_memory(), 4  # float32, whatever the weights are
-    else:
-        available, size = (device.memory_stats() or {}).get("bytes_limit"), dtype.itemsize
-    slot = 2 * target.config.num_layers * block.num_kv_heads * block.head_dim * size
-    if available and slot * max_model_len > available:
+    available, position = _device_memory(), _position_bytes(target.config, dtype)
+    needed = position * max_model_len
+    if available and needed > available:
         raise CommandError(
-            f"a context of {max_model_len} tokens needs {slot * max_model_len / 2**30:.1f} GiB for keys and "
-            f"values, but the machine has {available / 2**30:.1f}; ask for at most {available // slot} "
-            f"tokens, prompt and answer together"
+            f"a context of {max_model_len} tokens needs {needed / 2**30:.1f} GiB for keys and values, "
+            f"but the machine has {available / 2**30:.1f}; ask for at most {available // position} tokens, "
+            f"prompt and answer together"
         )
+
+
+def kv_room(loaded: Loaded, utilization: float, slots: int) -> int | None:
+    """Positions of the target's and the head's caches that fit ``utilization`` of the memory, beside the
+    weights and the settings of ``slots`` requests; None where the memory's size is not known.
+
+    Raises:
+        CommandError: the weights and settings alone take it.
+    """
+    available = _device_memory()
+    if available is None:
+        return None
+    head = loaded.head
+    arrays = {id(x): x for x in jax.tree.leaves((loaded.target.params, head and head.params))}
+    weights = sum(x.nbytes for x in arrays.values())  # a head may share the target's
+    position = _position_bytes(loaded.target.config, loaded.dtype)
+    if head is not None:
+        position += _position_bytes(head.config, loaded.dtype)
+    settings = jax.tree.leaves(settings_of(Request([0]), 1, loaded.target.config.vocab_size))
+    taken = weights + slots * sum(x.nbytes for x in settings)
+    left = int(available * utilization) - taken
+    if left < position:
+        raise CommandError(
+            f"the weights and {slots} requests' settings take {taken / 2**30:.1f} GiB, and {utilization:g} "
+            f"of the machine's memory are {available * utilization / 2**30:.1f}; raise "
+            f"--gpu-memory-utilization, or load less"
+        )
+    return left // position
+
+
+def _position_bytes(config: TargetConfig | DrafterConfig, dtype: jnp.dtype) -> int:
+    """Bytes that the keys and values of one token take."""
+    return 2 * config.num_layers * config.block.num_kv_heads * config.block.head_dim * dtype.itemsize
+
+
+def _device_memory() -> int | None:
+    device = jax.devices()[0]
+    if device.platform == "cpu":
+        return _machine_memory()
+    return (device.memory_stats() or {}).get("bytes_limit")
 
 
 def _machine_memory() -> int | None:

@@ -23,8 +23,9 @@ from peagle_jax.models import stack
 from peagle_jax.models.stack import TargetParams
 from peagle_jax.serve.detokenize import Answer
 from peagle_jax.serve.prompt import PromptError, encode, render_chat
-from peagle_jax.speculative.decoder import SMALLEST_CACHE, Decoder
+from peagle_jax.speculative.decoder import Decoder
 from peagle_jax.speculative.sampling import SamplingParams, filter_logits, gumbel_noise, sampling_state
+from peagle_jax.speculative.sizes import SMALLEST_CACHE
 from peagle_jax.speculative.statistics import AcceptanceStatistics
 
 DEFAULT_MAX_TOKENS = 256

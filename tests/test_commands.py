@@ -13,6 +13,7 @@ from peagle_jax.arguments import CommandError
 from peagle_jax.checkpoint.errors import CheckpointError
 from peagle_jax.checkpoint.model import LoadedTarget
 from peagle_jax.config import ConfigError
+from peagle_jax.speculative.request import Request, settings_of
 from tests.serve.tiny_model import CONFIG, PARAMS, TOKENIZER, tiny_head
 from tests.tiny import head_params
 
@@ -143,6 +144,26 @@ def test_a_context_beyond_the_memory_is_refused_and_names_what_fits(loads):
     commands.check_memory(loaded.target, fits, loaded.dtype)
     with pytest.raises(CommandError):
         commands.check_memory(loaded.target, fits + 1, loaded.dtype)
+
+
+def test_the_caches_have_what_the_weights_leave_of_the_memory(loads, monkeypatch):
+    loaded = commands.load(None, None, None)
+    assert loaded.head is not None
+    weights = sum(x.nbytes for x in jax.tree.leaves((loaded.target.params, loaded.head.params)))
+    target, head = loaded.target.config, loaded.head.config
+    size = loaded.dtype.itemsize
+    position = 2 * size * (target.num_layers * 2 * 6 + head.num_layers * 3 * 4)
+    row = sum(x.nbytes for x in jax.tree.leaves(settings_of(Request([0]), 500, target.vocab_size)))
+    assert row > 4 * target.vocab_size  # counts of every token
+    monkeypatch.setattr(commands, "_machine_memory", lambda: 2 * (weights + 8 * row + 1000 * position))
+    assert commands.kv_room(loaded, 0.5, 8) == 1000
+    assert commands.kv_room(loaded, 0.5, 7) > 1000
+    assert commands.kv_room(dataclasses.replace(loaded, head=None), 0.5, 8) > 1000
+    decoder = loaded.decoder(500, memory_utilization=0.5, batch=8)
+    assert decoder.pool.slots == 1000 // decoder.pool.positions == 1
+    monkeypatch.setattr(commands, "_machine_memory", lambda: weights)
+    with pytest.raises(CommandError, match="the weights and 8 requests' settings take"):
+        commands.kv_room(loaded, 0.5, 8)
 
 
 def test_more_tokens_than_the_head_was_trained_for_are_refused(loads):

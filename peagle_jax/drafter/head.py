@@ -88,10 +88,11 @@ def forward_cached(
     cache_v: tuple[Array, ...],
     lengths: Int[Array, " b"],
     own_mask: Bool[Array, "b w w"],
+    slot: Int[Array, ""] | int = 0,
 ) -> tuple[Float[Array, "b w d"], tuple[Array, ...], tuple[Array, ...]]:
-    """One pass of W slots over the drafter's cache: hidden states and the rows' k and v."""
+    """One pass of W positions over slots ``slot``.. of the cache: hidden states, the rows' k and v."""
     attends = [
-        lambda q, k, v, i=i: cached_attention(q, k, v, cache_k[i], cache_v[i], lengths, own_mask)
+        lambda q, k, v, i=i: cached_attention(q, k, v, cache_k[i], cache_v[i], lengths, own_mask, slot)
         for i in range(cfg.num_layers)
     ]
     h, rows = run_head(p, cfg, tokens, g, positions, attends)

@@ -1,6 +1,6 @@
 """Attention of new rows over a cache and over each other.
 
-Scores over the committed cache and over the step's own rows are two parts of one softmax, so the
+Scores over the committed cache and over the step's own rows are parts of one softmax, so the
 layers only read the cache. The step's own keys are written once, after the last layer. The own
 part takes any T x T mask: causal for a chain, a tree mask for a tree.
 """
@@ -14,6 +14,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 NEGATIVE = -1e30  # finite, so that a fully masked row never yields NaN
+
+BLOCK = 128
+"""Cache positions that are read at once. On CPU a block of keys stays in the cores' own memory."""
 
 SCORES = 2**26
 """Scores that a block of queries may have against all keys: 256 MB of float32."""
@@ -37,37 +40,67 @@ def ungrouped(out: Float[Array, "b g rt h"], t: int) -> Float[Array, "b t nh"]:
     return out.reshape(b, g, rows // t, t, h).transpose(0, 3, 1, 2, 4).reshape(b, t, -1)
 
 
+def narrowed(x: Array, storage: jnp.dtype) -> Array:
+    """x in a cache's storage dtype; uint16 holds the bits of bfloat16."""
+    if storage == jnp.uint16:
+        return jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
+    return x.astype(storage)
+
+
+def _block(cache: Array, slot: Array | int, start: Array, w: int, size: int) -> Array:
+    """Positions ``start``.. of sequences ``slot``.. as operands: (w, G, size, H)."""
+    x = jax.lax.dynamic_slice(cache, (slot, 0, start, 0), (w, cache.shape[1], size, cache.shape[3]))
+    return jax.lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == jnp.uint16 else x
+
+
 def cached_attention(
     q: Float[Array, "b t n h"],
     k_new: Float[Array, "b t g h"],
     v_new: Float[Array, "b t g h"],
-    k_cache: Shaped[Array, "b g s h"],
-    v_cache: Shaped[Array, "b g s h"],
+    k_cache: Shaped[Array, "slots g s h"],
+    v_cache: Shaped[Array, "slots g s h"],
     lengths: Int[Array, " b"],
     own_mask: Bool[Array, "b t t"],
+    slot: Int[Array, ""] | int = 0,
 ) -> Float[Array, "b t nh"]:
-    """Softmax attention over cache slots < ``lengths`` and over own rows by ``own_mask``.
+    """Softmax attention over cache positions < ``lengths`` and over own rows by ``own_mask``.
 
-    ``own_mask[b, i, j]``: row i sees row j, itself always. Returns float32 (B, T, N*H).
+    The sequences are rows ``slot``.. of the cache. ``own_mask[b, i, j]``: row i sees row j, itself
+    always. Returns float32 (B, T, N*H).
+
+    The cache is read in blocks up to the longest length, joined by a running maximum: the cost follows
+    what is stored, not the room for it. A block that is past a sequence's length changes no bit
+    of it, so neither batch mates nor the room do.
     """
-    t, g = q.shape[1], k_new.shape[2]
-    dtype = k_cache.dtype
+    (w, t), g, room = q.shape[:2], k_new.shape[2], k_cache.shape[2]
+    size = min(BLOCK, room)
+    dtype = jnp.dtype(jnp.bfloat16) if k_cache.dtype == jnp.uint16 else k_cache.dtype
     rows = grouped(q * q.shape[-1] ** -0.5, g).astype(dtype)
-    old = jnp.einsum("bgth,bgsh->bgts", rows, k_cache, preferred_element_type=jnp.float32)
-    visible = jnp.arange(k_cache.shape[2]) < lengths[:, None]
-    old = jnp.where(visible[:, None, None, :], old, NEGATIVE)
     own = jnp.einsum("bgth,bsgh->bgts", rows, k_new.astype(dtype), preferred_element_type=jnp.float32)
-    own = own.reshape(*own.shape[:2], -1, t, t)
-    own = jnp.where(own_mask[:, None, None], own, NEGATIVE).reshape(*old.shape[:3], t)
-
-    top = jnp.maximum(old.max(-1), own.max(-1))[..., None]
+    shape = own.shape
+    own = jnp.where(own_mask[:, None, None], own.reshape(w, g, -1, t, t), NEGATIVE).reshape(shape)
+    top = own.max(-1)
     # A row sees itself, so ``top`` is a real score and a masked one becomes exactly 0.
-    p_old, p_own = jnp.exp(old - top), jnp.exp(own - top)
-    total = p_old.sum(-1) + p_own.sum(-1)
-    out = jnp.einsum("bgts,bgsh->bgth", p_old.astype(dtype), v_cache, preferred_element_type=jnp.float32)
-    out += jnp.einsum(
-        "bgts,bsgh->bgth", p_own.astype(dtype), v_new.astype(dtype), preferred_element_type=jnp.float32
+    p = jnp.exp(own - top[..., None])
+    out = jnp.einsum(
+        "bgts,bsgh->bgth", p.astype(dtype), v_new.astype(dtype), preferred_element_type=jnp.float32
     )
+
+    def body(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        top, total, out = carry
+        start = jnp.minimum(j * size, room - size)  # the last block may overlap the one before it
+        position = start + jnp.arange(size)
+        visible = (position >= j * size) & (position < lengths[:, None])
+        k, v = (_block(c, slot, start, w, size) for c in (k_cache, v_cache))
+        scores = jnp.einsum("bgth,bgsh->bgts", rows, k, preferred_element_type=jnp.float32)
+        scores = jnp.where(visible[:, None, None], scores, NEGATIVE)
+        higher = jnp.maximum(top, scores.max(-1))
+        scale, p = jnp.exp(top - higher), jnp.exp(scores - higher[..., None])
+        new = jnp.einsum("bgts,bgsh->bgth", p.astype(dtype), v, preferred_element_type=jnp.float32)
+        return higher, total * scale + p.sum(-1), out * scale[..., None] + new
+
+    blocks = (lengths.max() + size - 1) // size
+    _, total, out = jax.lax.fori_loop(0, blocks, body, (top, p.sum(-1), out))
     return ungrouped(out / total[..., None], t)
 
 

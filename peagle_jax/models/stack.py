@@ -117,15 +117,16 @@ def forward(
     lengths: Int[Array, " b"],
     own_mask: Bool[Array, "b t t"],
     taps: tuple[int, ...] = (),
+    slot: Int[Array, ""] | int = 0,
 ) -> TargetOutput:
-    """Runs T new rows a sequence over a cache of ``lengths`` committed slots.
+    """Runs T new rows a sequence over ``lengths`` committed positions of the cache's slots ``slot``...
 
     The cache is only read; the rows' keys and values come back for the caller to write.
     """
     check_taps(cfg, taps)
 
     def attend_for(k_cache: Array, v_cache: Array) -> Attend:
-        return lambda q, k, v: cached_attention(q, k, v, k_cache, v_cache, lengths, own_mask)
+        return lambda q, k, v: cached_attention(q, k, v, k_cache, v_cache, lengths, own_mask, slot)
 
     tables = rope_tables(cfg.block.rope, cfg.block.head_dim, positions)
     h = table_rows(params.embed, tokens)

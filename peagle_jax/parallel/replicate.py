@@ -24,26 +24,27 @@ def replica_sharding(devices: Sequence[Any]) -> NamedSharding:
 
 
 def replicate(
-    step: Callable[..., Any], devices: Sequence[Any], backend: Backend = "pmap"
+    step: Callable[..., Any], devices: Sequence[Any], backend: Backend = "pmap", donate: bool = True
 ) -> Callable[..., Any]:
-    """``step(params, state, chunk) -> (state, output)`` over replicas, one of ``devices`` (jax.Device) each.
+    """``step(params, state, inputs) -> (state, output)`` over replicas, one of ``devices`` (jax.Device) each.
 
-    ``params`` are shared; every leaf of ``state``, ``chunk`` and the results has a leading replica
-    axis of ``len(devices)``. The state is donated.
+    ``params`` are shared; every leaf of ``state``, ``inputs`` and the results has a leading replica
+    axis of ``len(devices)``. The state is donated, unless ``donate`` is false.
 
     Raises:
         ValueError: the backend is neither pmap nor shard_map.
     """
+    donated = (1,) if donate else ()
     if backend == "pmap":
         return jax.pmap(
-            step, axis_name=AXIS, in_axes=(None, 0, 0), donate_argnums=(1,), devices=list(devices)
+            step, axis_name=AXIS, in_axes=(None, 0, 0), donate_argnums=donated, devices=list(devices)
         )
     if backend != "shard_map":
         raise ValueError(f"replicate backend {backend!r} is unknown; expected pmap or shard_map")
 
-    def one_replica(params: Any, state: Any, chunk: Any) -> Any:
-        state, chunk = jax.tree.map(lambda x: x[0], (state, chunk))
-        return jax.tree.map(lambda x: x[None], step(params, state, chunk))
+    def one_replica(params: Any, state: Any, inputs: Any) -> Any:
+        state, inputs = jax.tree.map(lambda x: x[0], (state, inputs))
+        return jax.tree.map(lambda x: x[None], step(params, state, inputs))
 
     split, shared = PartitionSpec(AXIS), PartitionSpec()
     mapped = jax.shard_map(
@@ -53,4 +54,4 @@ def replicate(
         out_specs=split,
         check_vma=False,
     )
-    return jax.jit(mapped, donate_argnums=(1,))
+    return jax.jit(mapped, donate_argnums=donated)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import copy
 import json
 import logging
 import os
@@ -17,11 +16,11 @@ import jax
 
 from peagle_jax import commands
 from peagle_jax.arguments import run_command
-from peagle_jax.serve import arguments
+from peagle_jax.serve import arguments, build
 from peagle_jax.serve.answers import AnswerOptions
 from peagle_jax.serve.app import AppOptions, create_app, version
+from peagle_jax.serve.arguments import EngineOptions
 from peagle_jax.serve.chat_parser import detect_parsers
-from peagle_jax.serve.engine import Engine
 from peagle_jax.serve.grammar import GrammarCompiler, GrammarSpec
 from peagle_jax.serve.metrics import Metrics
 from peagle_jax.serve.sagemaker import expand
@@ -29,6 +28,7 @@ from peagle_jax.serve.sampling_defaults import SamplingDefaults, unserved_defaul
 from peagle_jax.serve.server import Server, Tls, bind, bind_unix, run_server, set_up_log, url_of
 from peagle_jax.serve.serving import ServedModel
 from peagle_jax.serve.speculative_config import SpeculativeOptions, parse_speculative_config
+from peagle_jax.speculative.decoder import Decoder
 
 
 class Report:
@@ -62,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = SpeculativeOptions()
     if args.speculative_config is not None:
         options = parse_speculative_config(args.speculative_config)
+    build.check(EngineOptions.of(args))
     tls = Tls(args.ssl_keyfile, args.ssl_certfile, args.ssl_ca_certs, args.ssl_cert_reqs)
     tls.check()
     template = arguments.chat_template(args)
@@ -105,15 +106,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     served.reasoning_parser = args.reasoning_parser or reasoning
     grammars = compiler_of(served)
     served.check_grammar = grammars.compile
+    guided = isinstance(grammars, GrammarCompiler)
+    decoder = build.build_decoder(loaded, max_model_len, EngineOptions.of(args), options, guided=guided)
     report = Report(as_json=args.json)
-    not_applied = [
-        *(f"the generation config's {setting}" for setting in unserved_defaults(generation)),
-        *arguments.pending(args),
-    ]
+    rates = options.synthetic_acceptance_rates
+    not_applied = [f"the generation config's {setting}" for setting in unserved_defaults(generation)]
     values = [
         *commands.describe(loaded, max_model_len),
+        (
+            "max_num_seqs",
+            f"{decoder.batch}" + (f" on each of {decoder.replicas}" if decoder.replicas > 1 else ""),
+        ),
         ("sampling", f"{served.defaults.describe()} unless a request says otherwise"),
         *([("not applied", ", ".join(not_applied))] if not_applied else []),
+        *([("synthetic", "drafts are accepted by chance: answers are not the model's")] if rates else []),
         ("parsers", f"tools {served.tool_parser or 'none'}, reasoning {served.reasoning_parser or 'none'}"),
         ("served as", ", ".join(served.names)),
         ("API key", "needed" if arguments.api_keys(args) else "none"),
@@ -122,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     report.show(
         "loaded", f"peagle_jax {version()}", [*values, *([("version", version())] if args.json else [])]
     )
-    return _serve(args, loaded, served, report, tls, sock, url)
+    return _serve(args, decoder, options, served, grammars, report, tls, sock, url)
 
 
 class NoGrammars:
@@ -146,8 +152,10 @@ def compiler_of(served: ServedModel) -> GrammarCompiler | NoGrammars:
 
 def _serve(
     args: argparse.Namespace,
-    loaded: commands.Loaded,
+    decoder: Decoder,
+    options: SpeculativeOptions,
     served: ServedModel,
+    grammars: GrammarCompiler | NoGrammars,
     report: Report,
     tls: Tls,
     sock: Any,
@@ -165,17 +173,21 @@ def _serve(
                 report.ready(url, outcome)
 
     metrics = Metrics(served.names[0], served.max_model_len)
-    engine = Engine(
-        loaded.decoder(served.max_model_len),
-        copy.deepcopy(loaded.target.tokenizer),
-        loaded.num_speculative_tokens,
-        on_warm,
-        metrics.on_finish,
+    engine = build.build_engine(
+        decoder,
+        served.tokenizer,
+        EngineOptions.of(args),
+        options,
+        on_warm=on_warm,
+        on_finish=metrics.on_finish,
+        grammars=grammars,
     )
     answers = AnswerOptions(
-        loaded.num_speculative_tokens, args.per_request_spec_decode_metrics, args.enable_prompt_tokens_details
+        decoder.spec.num_speculative_tokens,
+        args.per_request_spec_decode_metrics,
+        args.enable_prompt_tokens_details,
     )
-    options = AppOptions(
+    app = AppOptions(
         answers=answers,
         api_keys=arguments.api_keys(args),
         allowed_origins=args.allowed_origins,
@@ -188,7 +200,7 @@ def _serve(
         log_stats=not args.disable_log_stats,
     )
     server = Server(
-        create_app(engine, served, options, metrics),
+        create_app(engine, served, app, metrics),
         engine,
         tls=tls,
         log_level=args.uvicorn_log_level,

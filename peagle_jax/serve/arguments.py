@@ -32,7 +32,8 @@ keys of --speculative-config (all optional; null switches speculation off):
   num_speculative_tokens_per_batch_size
                           [[from, to, K], ...] fixes K by hand (default: chosen from measured times)
   synthetic_acceptance_rates
-                          accepts drafts by chance, at these rates a position: for benchmarks only
+                          [0.8, 0.6, ...] accepts drafts by chance, each position's in that share of the
+                          rounds: for benchmarks only, since answers are no longer the model's
 
 word before the flags:
   serve                   as container platforms start an image: port 8080 (SAGEMAKER_BIND_TO_PORT), all
@@ -141,14 +142,19 @@ def _add_model_flags(group: Any) -> None:
 
 def _add_engine_flags(group: Any) -> None:
     add = group.add_argument
-    add("--max-num-seqs", type=whole(1), metavar="N", help="requests that run at once (default: fits memory)")
+    add(
+        "--max-num-seqs",
+        type=whole(1),
+        metavar="N",
+        help="requests that run at once, on each replica (default: 64, on CPU 8)",
+    )
     add("--max-num-batched-tokens", type=whole(1), metavar="N", help="tokens of a prompt in one dispatch")
     add(
         "--gpu-memory-utilization",
         "--hbm-utilization",
         type=fraction,
         metavar="F",
-        help="part of the memory that weights and cache may take",
+        help="part of the memory that weights and cache may take (default: 0.9)",
     )
     add("--kv-cache-dtype", default="auto", choices=["auto"], help="auto: that of the computation")
     add("--tensor-parallel-size", "-tp", type=whole(1), default=1, metavar="N", help="1")
@@ -313,19 +319,3 @@ def chat_template(args: argparse.Namespace) -> str | None:
         raise CommandError(
             f"--chat-template: {value[:200]} cannot be read ({error}); name a Jinja file"
         ) from error
-
-
-def pending(args: argparse.Namespace) -> list[str]:
-    """Flags that were given and that the engine does not honour yet."""
-    return [f"--{name.replace('_', '-')}" for name in PENDING if getattr(args, name) not in (None, 1)]
-
-
-PENDING: tuple[str, ...] = (
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "gpu_memory_utilization",
-    "data_parallel_size",
-    "replicate",
-    "enable_prefix_caching",
-    "rounds_per_dispatch",
-)

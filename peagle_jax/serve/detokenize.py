@@ -55,20 +55,22 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Holds back text that may begin a stop string, and cuts before the first one that is whole."""
+    """Holds back text that may begin a stop string, and cuts before the first one that is whole, or,
+    if it is ``included``, after it. ``found`` is that one."""
 
-    def __init__(self, stop: Sequence[str]) -> None:
-        self._stop = tuple(stop)
+    def __init__(self, stop: Sequence[str], included: bool = False) -> None:
+        self._stop, self._included = tuple(stop), included
         self._held = ""
-        self.found = False
+        self.found: str | None = None
 
     def push(self, text: str) -> str:
         """The part of the text so far that can be shown and was not."""
         text = self._held + text
-        places = [place for place in (text.find(s) for s in self._stop) if place >= 0]
+        places = [(place, s) for place, s in ((text.find(s), s) for s in self._stop) if place >= 0]
         if places:
-            self.found, self._held = True, ""
-            return text[: min(places)]
+            place, self.found = min(places, key=lambda found: found[0])
+            self._held = ""
+            return text[: place + len(self.found) if self._included else place]
         keep = max((_overlap(text, s) for s in self._stop), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
@@ -115,24 +117,39 @@ class Answer:
     completes a stop string is dropped, uncounted.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
-        self._detokenizer = Detokenizer(tokenizer)
-        self._stop = StopStrings(stop)
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop: Sequence[str] = (),
+        *,
+        include_stop_str: bool = False,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens)
+        self._stop = StopStrings(stop, include_stop_str)
 
-    def add(self, tokens: Sequence[int], finish_reason: str | None = None) -> Delta:
-        """Takes a round. With finish_reason "stop" the last token is a stop token: counted, not shown."""
+    def add(
+        self, tokens: Sequence[int], finish_reason: str | None = None, stop_token: bool | None = None
+    ) -> Delta:
+        """Takes a round. The last token is a stop token, counted and not shown, if ``stop_token`` (default:
+        if the finish reason is "stop")."""
         text: list[str] = []
         finish, used = finish_reason, 0
+        if stop_token is None:
+            stop_token = finish_reason == "stop"
         for used, token in enumerate(tokens, start=1):
-            if finish_reason == "stop" and used == len(tokens):
+            if stop_token and used == len(tokens):
                 break
             text.append(self._stop.push(self._detokenizer.push(token)))
-            if self._stop.found:
+            if self._stop.found is not None:
                 finish = "stop"
                 break
-        if finish and not self._stop.found:
+        if finish and self._stop.found is None:
             text.append(self._stop.push(self._detokenizer.flush()))
             text.append(self._stop.flush())
-            if self._stop.found:
+            if self._stop.found is not None:
                 finish = "stop"
-        return Delta("".join(text), tuple(tokens[:used]), finish)
+        reason: str | int | None = self._stop.found
+        if reason is None and stop_token and tokens:
+            reason = tokens[-1]
+        return Delta("".join(text), tuple(tokens[:used]), finish, stop_reason=reason)

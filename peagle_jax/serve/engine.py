@@ -1,24 +1,30 @@
-"""The engine: one thread owns the decoder and serves requests in the order in which they came.
+"""The engine: one thread that owns the decoder and serves many requests at once.
 
-The thread knows nothing of HTTP. A request's deltas go to its ``deliver`` function, which is
+Each turn it asks the scheduler for a dispatch, hands it to the device, reads the results of an earlier one
+and delivers them. It knows nothing of HTTP: a request's deltas go to its ``deliver`` function, which is
 called on the engine's thread.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from peagle_jax.serve.detokenize import Answer, Delta
-from peagle_jax.serve.grammar import GrammarSpec
-from peagle_jax.speculative.sampling import SamplingParams
-from peagle_jax.speculative.statistics import AcceptanceStatistics
+import numpy as np
+
+from peagle_jax.serve.detokenize import Delta
+from peagle_jax.serve.draft_length import DraftLength
+from peagle_jax.serve.job import Job, Plan
+from peagle_jax.serve.live import EngineRequest, EngineSnapshot, FinishedRequest, Live, Ticket, one_line
+from peagle_jax.serve.scheduler import Scheduler
+from peagle_jax.speculative.request import Flight, PromptChunk, RoundResult
 
 log = logging.getLogger(__name__)
 
@@ -29,94 +35,30 @@ class EngineStoppedError(RuntimeError):
     """The engine takes no more requests; the message says why."""
 
 
-@dataclasses.dataclass(frozen=True)
-class EngineRequest:
-    """A checked request: ``len(prompt_ids) + max_tokens`` fits the context, the prompt is not empty.
+@dataclasses.dataclass
+class _Sent:
+    """A dispatch on its way: each flight with the jobs in its slots, and their epochs."""
 
-    ``stop_ids`` are token ids that end the answer (eos ids among them, if they are to).
-    """
-
-    request_id: str
-    prompt_ids: tuple[int, ...]
-    sampling: SamplingParams
-    max_tokens: int
-    stop_ids: frozenset[int] = frozenset()
-    stop: tuple[str, ...] = ()
-    priority: int = 0
-    structured: GrammarSpec | None = None
-    include_stop_str: bool = False
-    skip_special_tokens: bool = True
-    speculative: bool = True
-
-
-@dataclasses.dataclass(frozen=True)
-class EngineSnapshot:
-    """What the engine does now (``kv_usage`` is in 0..1), and totals since its start."""
-
-    running: int = 0
-    waiting: int = 0
-    kv_usage: float = 0.0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    preemptions: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    accepted_per_pos: tuple[int, ...] = ()
-    compilations: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class FinishedRequest:
-    """A request that has ended. Times are monotonic seconds; None is a moment that never came."""
-
-    request_id: str
-    arrival: float
-    scheduled: float | None
-    first_token: float | None
-    finished: float
-    prompt_tokens: int
-    generation_tokens: int
-    finish_reason: str
-    accepted_per_pos: tuple[int, ...] = ()
-
-
-class Ticket:
-    """A submitted request. ``cancel`` drops it within one round, wherever it is; it may be repeated."""
-
-    def __init__(self, request: EngineRequest, deliver: Callable[[Delta], None]) -> None:
-        self.request = request
-        self.arrival = time.monotonic()
-        self._deliver = deliver
-        self._cancelled = threading.Event()
-
-    @property
-    def cancelled(self) -> bool:
-        return self._cancelled.is_set()
-
-    def cancel(self) -> None:
-        self._cancelled.set()
-
-    def deliver(self, delta: Delta) -> None:
-        """Hands over a delta; a receiver that is gone cancels the request."""
-        try:
-            self._deliver(delta)
-        except Exception:  # the receiver's fault must not end the engine
-            self.cancel()
+    flights: list[tuple[Flight, dict[int, tuple[Job, int]], int | None]]  # the last is K; None: a prompt
+    began: float
+    timed: tuple[int, int] | None = None  # (width, K) of a dispatch that was a round and nothing else
 
 
 class Engine:
     """Runs a decoder in a thread.
 
     Args:
-        decoder: what ``speculative.decoder.Decoder`` promises (batch 1). Only the engine's thread calls it.
+        decoder: what ``speculative.decoder.Decoder`` promises. Only the engine's thread calls it.
         tokenizer: used by the engine's thread only; fast tokenizers are not safe to share.
-        num_speculative_tokens: K, for the acceptance statistics.
+        num_speculative_tokens: K, the most drafts of a round.
         on_warm: called on the engine's thread after warm-up, with the seconds that it took or the
             exception that ended it.
         on_finish: called on the engine's thread with each request that has ended.
+        on_progress: called on the engine's thread before each program is compiled, with what it is.
+        grammars: what ``serve.grammar.GrammarCompiler`` promises, for requests with ``structured``.
+        enable_prefix_caching: reuse what slots hold of a new prompt's beginning.
+        max_num_batched_tokens: see ``Scheduler``.
+        draft_length: chooses each round's K among those compiled (default: from measured times).
     """
 
     def __init__(
@@ -126,19 +68,39 @@ class Engine:
         num_speculative_tokens: int = 0,
         on_warm: Callable[[float | Exception], None] | None = None,
         on_finish: Callable[[FinishedRequest], None] | None = None,
+        on_progress: Callable[[str], None] | None = None,
+        *,
+        grammars: Any = None,
+        enable_prefix_caching: bool = True,
+        max_num_batched_tokens: int | None = None,
+        draft_length: DraftLength | None = None,
     ) -> None:
-        self._on_finish = on_finish
-        self._totals = EngineSnapshot(accepted_per_pos=(0,) * num_speculative_tokens)
-        self._decoder = decoder
-        self._tokenizer = tokenizer
-        self._on_warm = on_warm
+        self._decoder, self._tokenizer, self._grammars = decoder, tokenizer, grammars
+        self._on_warm, self._on_finish, self._on_progress = on_warm, on_finish, on_progress
         self._queue: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._abort = threading.Event()
         self._thread = threading.Thread(target=self._run, name="peagle-engine", daemon=True)
         self._num_speculative_tokens = num_speculative_tokens
+        sizes = decoder.sizes
+        self._scheduler = Scheduler(
+            sizes,
+            decoder.replicas,
+            scratch=decoder.scratch,
+            ahead=(sizes.rounds * (max(sizes.drafts) + 1) + 1) * (decoder.lookahead + 1),
+            drafter=max(sizes.drafts) > 0,
+            max_batched_tokens=max_num_batched_tokens,
+            prefix_caching=enable_prefix_caching,
+        )
+        self._draft_length = draft_length or DraftLength(sizes.drafts)
+        self._live: dict[Job, Live] = {}
+        self._sent: collections.deque[_Sent] = collections.deque()
+        self._last_read = 0.0
+        self._totals = EngineSnapshot(accepted_per_pos=(0,) * num_speculative_tokens)
         self.state: State = "new"
         self.failure: str | None = None
+
+    # -- other threads -----------------------------------------------------------------------
 
     def start(self) -> None:
         """Starts the thread, which warms up first. Requests may be submitted at once; they wait."""
@@ -166,7 +128,8 @@ class Engine:
 
     def snapshot(self) -> EngineSnapshot:
         """What the engine does now, and its totals."""
-        return dataclasses.replace(self._totals, waiting=self._queue.qsize())
+        totals = self._totals
+        return dataclasses.replace(totals, waiting=totals.waiting + self._queue.qsize())
 
     def stop(self, finish_within: float = 0.0, abort_within: float = 5.0) -> bool:
         """Refuses new requests, finishes those submitted or aborts them, and ends the thread.
@@ -194,121 +157,234 @@ class Engine:
                     ticket.deliver(Delta(finish_reason="abort"))
         self._queue.put(None)
 
+    # -- the engine's thread -----------------------------------------------------------------
+
     def _run(self) -> None:
         began = time.perf_counter()
         outcome: float | Exception
         try:
-            self._decoder.warm_up()
+            self._decoder.warm_up(self._on_progress or (lambda what: None))
+            self._decoder.start_over(self._scheduler.pool)
             outcome = time.perf_counter() - began
         except Exception as error:
             log.exception("warm-up failed")
             outcome = error
         with self._lock:
             if isinstance(outcome, Exception):
-                self.failure, self.state = _one_line(outcome), "failed"
+                self.failure, self.state = one_line(outcome), "failed"
             elif self.state == "warming":
                 self.state = "ready"
         if self._on_warm is not None:
             self._on_warm(outcome)
-        while True:
-            if self.state == "failed" and self._queue.empty():
+        stopping = False
+        while not (self.state == "failed" and self._queue.empty()):
+            stopping |= self._take_new(wait=not (self._live or stopping))
+            self._drop()
+            if self._live:
+                self._turn()
+            elif stopping:
                 return
-            ticket = self._queue.get()
-            if ticket is None:
-                return
-            self._serve(ticket)
 
-    def _serve(self, ticket: Ticket) -> None:
-        """Decodes one request to its end. Nothing that happens to it reaches the next one."""
+    def _take_new(self, wait: bool) -> bool:
+        """Takes what was submitted, waiting for something if there is nothing to do. True: no more comes."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                ticket = self._queue.get(block=wait)
+                if ticket is None:
+                    return True
+                self._begin(ticket)
+                wait = False
+        return False
+
+    def _begin(self, ticket: Ticket) -> None:
         if self.state == "failed":
             ticket.deliver(Delta(finish_reason="error", error=self.failure))
             return
         try:
-            self._decode(ticket)
-        except Exception as error:
-            log.exception("request %s failed", ticket.request.request_id)
-            ticket.deliver(Delta(finish_reason="error", error=_one_line(error)))
-
-    def _decode(self, ticket: Ticket) -> None:
-        request = ticket.request
-        if ticket.cancelled or self._abort.is_set():
-            ticket.deliver(Delta(finish_reason="abort"))
+            structured, matcher = ticket.request.structured, None
+            if structured is not None:
+                if self._grammars is None:
+                    raise ValueError("this engine has no grammars")
+                matcher = self._grammars.compile(structured)
+            live = Live(ticket, self._tokenizer, self._num_speculative_tokens, matcher)
+            self._decoder.check(live.decoder_request)
+        except Exception as error:  # a fault of the request, which was to be checked before
+            log.exception("request %s cannot be served", ticket.request.request_id)
+            ticket.deliver(Delta(finish_reason="error", error=one_line(error)))
             return
+        self._live[live.job] = live
+        self._scheduler.add(live.job)
+        self._count(prompt_tokens=len(live.request.prompt_ids))
+
+    def _drop(self) -> None:
+        """Ends what was cancelled, what failed by itself, and at an abort all."""
+        for live in list(self._live.values()):
+            if live.problem is not None:
+                self._end(live, Delta(finish_reason="error", error=one_line(live.problem)))
+            elif live.ticket.cancelled or self._abort.is_set():
+                self._end(live, Delta(finish_reason="abort"))
+
+    def _turn(self) -> None:
+        """One dispatch, and the results of those before it that are due."""
+        guided = any(live.matcher is not None for live in self._live.values())
+        try:
+            plan = self._scheduler.plan()
+            sent = None if plan.empty else self._dispatch(plan)
+            if sent is not None:
+                self._sent.append(sent)
+            # A grammar's next masks need the tokens of the round before.
+            ahead = self._decoder.lookahead if sent is not None and not guided else 0
+            while len(self._sent) > ahead:
+                self._read(self._sent.popleft())
+        except Exception as error:
+            log.exception("a dispatch failed")
+            self._sent.clear()
+            self._decoder.start_over(self._decoder.sizes.pools[0])
+            for job in self._scheduler.fail():
+                self._end(self._live[job], Delta(finish_reason="error", error=one_line(error)))
+        self._count()
+
+    # -- dispatches --------------------------------------------------------------------------
+
+    def _dispatch(self, plan: Plan) -> _Sent:
+        decoder, flights = self._decoder, []
         began = time.perf_counter()
-        scheduled, first = time.monotonic(), None
-        self._count(running=1, prompt_tokens=len(request.prompt_ids))
-        per_position = [0] * self._num_speculative_tokens
-        answer = Answer(self._tokenizer, request.stop)
-        acceptance = AcceptanceStatistics(self._num_speculative_tokens)
-        count = 0
-        rounds = self._decoder.generate(
-            list(request.prompt_ids), request.sampling, request.max_tokens, set(request.stop_ids)
-        )
-        with contextlib.closing(rounds):
-            for result in rounds:
-                delta = answer.add(result.tokens, result.finish_reason)
-                delta = dataclasses.replace(
-                    delta,
-                    accepted=result.accepted,
-                    drafted=result.drafted,
-                    logprobs=tuple((result.logprobs or ())[: len(delta.token_ids)]),
-                    prompt_logprobs=result.prompt_logprobs and (None, *result.prompt_logprobs),
-                )
-                first = first or time.monotonic()
-                count += len(delta.token_ids)
-                for position in range(result.accepted):
-                    per_position[position] += 1
-                self._count(
-                    generation_tokens=len(delta.token_ids),
-                    num_drafts=int(result.drafted > 0),
-                    num_draft_tokens=result.drafted,
-                    num_accepted_tokens=result.accepted,
-                )
-                acceptance.add(result.accepted, result.drafted)
-                if delta.finish_reason is None and (ticket.cancelled or self._abort.is_set()):
-                    delta = dataclasses.replace(delta, finish_reason="abort")
-                ticket.deliver(delta)
-                if delta.finish_reason is not None:
-                    break
+        if plan.pool is not None:
+            if plan.order:
+                decoder.reshape(plan.pool, plan.order)
             else:
-                raise RuntimeError("the decoder ended without a finish reason")
-        seconds = time.perf_counter() - began
-        together = zip(self._totals.accepted_per_pos, per_position, strict=True)
-        self._totals = dataclasses.replace(self._totals, accepted_per_pos=tuple(map(sum, together)))
-        self._count(running=-1)
-        if self._on_finish is not None:
-            self._on_finish(
-                FinishedRequest(
-                    request.request_id,
-                    ticket.arrival,
-                    scheduled,
-                    first,
-                    time.monotonic(),
-                    len(request.prompt_ids),
-                    count,
-                    delta.finish_reason or "abort",
-                    tuple(per_position),
+                decoder.start_over(plan.pool)
+        for copy in plan.copies:
+            decoder.copy(*copy)
+        for parts in plan.chunks:
+            chunks, jobs = [], {}
+            for part in parts:
+                live = self._live[part.job]
+                live.scheduled = live.scheduled or time.monotonic()
+                chunk = PromptChunk(part.slot, live.decoder_request, part.job.tokens, part.start, part.count)
+                if live.matcher is not None and chunk.final:
+                    window = self._window(live, [])
+                    chunk = dataclasses.replace(chunk, mask=None if window is None else window[1][0])
+                chunks.append(chunk)
+                jobs[part.slot] = part.job, part.job.epoch
+            flights.append((decoder.prefill(chunks), jobs, None))
+        begun = {part.job for parts in plan.chunks for part in parts}
+        # The first token of a grammar's answer must be known before the masks of what follows it.
+        active = {
+            slot: self._live[job]
+            for slot, job in plan.running.items()
+            if self._live[job].matcher is None or job not in begun
+        }
+        timed = None
+        if active:
+            drafting = [slot for slot, live in active.items() if live.request.speculative]
+            width = decoder.width_for(active)
+            k = self._draft_length.choose(width, len(active)) if drafting else min(decoder.sizes.drafts)
+            if any(live.matcher is not None for live in active.values()):
+                k = decoder.sizes.drafts[-1]  # the one that is compiled; a grammar's own text is drafted too
+                flight = decoder.guided_round(
+                    active, k, lambda slot, drafts: self._window(active[slot], drafts), drafting
                 )
-            )
+            else:
+                flight = decoder.round(active, k, drafting)
+                if not (plan.chunks or plan.copies or plan.pool):
+                    timed = width, k
+            flights.append((flight, {slot: (x.job, x.job.epoch) for slot, x in active.items()}, k))
+        return _Sent(flights, began, timed)
+
+    def _window(self, live: Live, drafts: Sequence[int]) -> tuple[Sequence[int], np.ndarray] | None:
+        """What the request's grammar makes of a window; None (all is allowed) if it has none or has failed,
+        which ends it."""
+        if live.matcher is None:
+            return None
+        try:
+            return live.matcher.window(drafts)
+        except Exception as error:
+            log.exception("the grammar of request %s failed", live.request.request_id)
+            live.problem = error
+            return None
+
+    # -- results -----------------------------------------------------------------------------
+
+    def _read(self, sent: _Sent) -> None:
+        for flight, jobs, k in sent.flights:
+            for results in self._decoder.results(flight):
+                for slot, result in results.items():
+                    job, epoch = jobs[slot]
+                    # Results of a request that has left its slot since are stale.
+                    live = self._live.get(job)
+                    if live is not None and job.epoch == epoch and live.problem is None:
+                        self._take(live, result, k)
+        now = time.perf_counter()
+        if sent.timed is not None:
+            self._draft_length.record(*sent.timed, now - max(sent.began, self._last_read))
+        self._last_read = now
+
+    def _take(self, live: Live, result: RoundResult, k: int | None) -> None:
+        """One request's tokens of a round. Nothing that happens to it reaches another."""
+        self._scheduler.commit(live.job, result.tokens, k)
+        try:
+            delta = live.take(result)
+        except Exception as error:
+            log.exception("request %s failed", live.request.request_id)
+            live.problem = error
+            return
+        if delta is None:
+            return
+        if result.drafted:
+            self._draft_length.accepted(result.accepted, result.drafted)
+            per_position = list(self._totals.accepted_per_pos)
+            for position in range(result.accepted):
+                per_position[position] += 1
+            self._totals = dataclasses.replace(self._totals, accepted_per_pos=tuple(per_position))
+        self._count(
+            generation_tokens=len(delta.token_ids),
+            num_drafts=int(result.drafted > 0),
+            num_draft_tokens=result.drafted,
+            num_accepted_tokens=result.accepted,
+        )
+        if delta.finish_reason is None:
+            live.ticket.deliver(delta)
+        else:
+            self._end(live, delta)
+
+    def _end(self, live: Live, delta: Delta) -> None:
+        """The request's last delta; its slot is free."""
+        self._scheduler.end(live.job)
+        del self._live[live.job]
+        self._count()
+        finished = live.finished(delta.finish_reason or "abort")
+        if self._on_finish is not None:
+            try:
+                self._on_finish(finished)
+            except Exception:
+                log.exception("the observer of finished requests failed")
+        live.ticket.deliver(delta)
+        seconds = finished.finished - (finished.scheduled or finished.finished)
         log.info(
             "%s: prompt %d tokens, answer %d tokens in %.2f s (%.1f tokens/s), acceptance length %.2f, "
             "finished: %s",
-            request.request_id,
-            len(request.prompt_ids),
-            count,
+            finished.request_id,
+            finished.prompt_tokens,
+            finished.generation_tokens,
             seconds,
-            count / max(seconds, 1e-9),
-            acceptance.mean_acceptance_length,
-            delta.finish_reason,
+            finished.generation_tokens / max(seconds, 1e-9),
+            live.acceptance.mean_acceptance_length,
+            finished.finish_reason,
         )
 
     def _count(self, **more: int) -> None:
         """Adds to the totals; only the engine's thread does."""
         sums = {name: getattr(self._totals, name) + value for name, value in more.items()}
-        self._totals = dataclasses.replace(self._totals, **sums)
-
-
-def _one_line(error: Exception) -> str:
-    """An exception's first line, for a client."""
-    lines = str(error).splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+        scheduler = self._scheduler
+        self._totals = dataclasses.replace(
+            self._totals,
+            **sums,
+            running=len(scheduler.jobs),
+            waiting=len(scheduler.waiting),
+            kv_usage=scheduler.usage,
+            preemptions=scheduler.preemptions,
+            prefix_queries=scheduler.prefix_queries,
+            prefix_hits=scheduler.prefix_hits,
+            compilations=self._decoder.compilations,
+        )

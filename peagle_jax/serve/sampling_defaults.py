@@ -10,7 +10,6 @@ from pydantic import ValidationError
 from peagle_jax.arguments import CommandError
 from peagle_jax.serve.errors import validation_error
 from peagle_jax.serve.protocol import GenerationRequest
-from peagle_jax.serve.unserved import PENDING
 from peagle_jax.speculative.sampling import SamplingParams
 
 
@@ -31,7 +30,7 @@ class SamplingDefaults:
         Raises:
             CommandError: a value that a request could not have either.
         """
-        names = [field.name for field in dataclasses.fields(cls) if field.name not in PENDING]
+        names = [field.name for field in dataclasses.fields(cls)]
         found = {name: values[name] for name in names if values.get(name) is not None}
         try:
             GenerationRequest.model_validate(found)
@@ -52,8 +51,6 @@ class SamplingDefaults:
 def unserved_defaults(values: dict[str, Any]) -> list[str]:
     """Settings of a generation config that change the answer and are not applied here."""
     neutral = {"no_repeat_ngram_size": 0, "typical_p": 1, "encoder_repetition_penalty": 1}
-    if "repetition_penalty" in PENDING:
-        neutral = {"repetition_penalty": 1} | neutral
     return [
         f"{name} {ascii(values[name])[:40]}"
         for name, off in neutral.items()

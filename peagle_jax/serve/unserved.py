@@ -14,21 +14,6 @@ from pydantic_core import PydanticCustomError
 Neutral = dict[str, tuple[Any, ...]]
 """A field's values that ask for nothing; null always does."""
 
-PENDING: Neutral = {
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
-    "priority": (0,),
-    "speculative": (True,),
-    "tool_choice": ("none", "auto"),
-}
-"""Fields that are read and passed on, but not honoured by the engine yet."""
-
 GENERATION: Neutral = {
     "use_beam_search": (False,),
     "length_penalty": (1,),
@@ -61,7 +46,6 @@ COMPLETION: Neutral = GENERATION | {"suffix": ("",)}
 def refuse_unserved(data: Any, neutral: Neutral) -> Any:
     """Passes a body on, or refuses the first field of it that asks for what is not served."""
     if isinstance(data, dict):
-        neutral = neutral | PENDING
         for name, value in data.items():
             if name not in neutral or value is None or any(_equal(value, n) for n in neutral[name]):
                 continue

@@ -1,20 +1,25 @@
 """Contiguous key/value cache. Everything that knows its layout is in this file.
 
-Slots at or past a sequence's committed length hold scratch: they are masked when read and
-overwritten when written, so a rejected draft costs nothing to undo.
+A sequence has a slot, and positions in it. Positions at or past a sequence's committed length hold
+scratch: they are masked when read and overwritten when written, so a rejected draft costs
+nothing to undo.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+from peagle_jax.layers.attention import BLOCK, narrowed
+
 
 @struct.dataclass
 class KVCache:
-    """Keys and values, each (B, G, S, H) a layer.
+    """Keys and values, each (slots, G, positions, H) a layer; uint16 holds the bits of bfloat16.
 
     Layers lie on a leading axis (``stacked``, for a scanned target) or are a tuple of arrays
     (for an unrolled one): XLA:CPU copies every slice of a stacked array, which doubles a step.
@@ -24,32 +29,36 @@ class KVCache:
     v: Array | tuple[Array, ...]
 
     @property
-    def slots(self) -> int:
+    def positions(self) -> int:
         return (self.k[0] if isinstance(self.k, tuple) else self.k).shape[-2]
+
+
+def storage_dtype(dtype: jnp.dtype, platform: str) -> jnp.dtype:
+    """How a cache of ``dtype`` is stored. XLA:CPU would widen and narrow a whole bfloat16 array to change
+    one row of it, so there it is its bits."""
+    return jnp.dtype(jnp.uint16) if dtype == jnp.bfloat16 and platform == "cpu" else dtype
 
 
 def create_cache(
     num_layers: int,
-    batch: int,
-    num_kv_heads: int,
     slots: int,
+    num_kv_heads: int,
+    positions: int,
     head_dim: int,
     dtype: jnp.dtype,
     stacked: bool,
 ) -> KVCache:
     """A zeroed cache."""
-    shape = (batch, num_kv_heads, slots, head_dim)
+    shape = (slots, num_kv_heads, positions, head_dim)
     if stacked:
         return KVCache(jnp.zeros((num_layers, *shape), dtype), jnp.zeros((num_layers, *shape), dtype))
     return KVCache(*(tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)) for _ in "kv"))
 
 
-def _write(cache: Array, rows: Array, starts: Int[Array, " b"]) -> Array:
-    """Writes rows (B, T, G, H) at slot ``starts[b]`` of each sequence of cache (B, G, S, H)."""
-    rows = rows.astype(cache.dtype).swapaxes(-3, -2)
-    if cache.shape[0] == 1:
-        return jax.lax.dynamic_update_slice(cache, rows, (0, 0, starts[0], 0))
-    return jax.vmap(lambda c, r, s: jax.lax.dynamic_update_slice(c, r, (0, s, 0)))(cache, rows, starts)
+def _put(cache: Array, rows: Array, slot: Array | int, start: Array) -> Array:
+    """Writes rows (..., 1, G, T, H) of one sequence at a position of its slot, in place."""
+    index = (slot, 0, start, 0)
+    return jax.lax.dynamic_update_slice(cache, rows, (0,) * (cache.ndim - 4) + index)
 
 
 def write(
@@ -58,29 +67,55 @@ def write(
     v: Array | tuple[Array, ...],
     starts: Int[Array, " b"],
     hidden: Float[Array, "b t d"],
+    slot: Int[Array, ""] | int = 0,
 ) -> KVCache:
-    """Writes a step's rows (B, T, G, H a layer) from slot ``starts[b]`` on.
+    """Writes a step's rows (B, T, G, H a layer) from position ``starts[b]`` of slot ``slot + b`` on.
 
-    The caller keeps ``starts + T <= S``; a cache has room for the longest scratch past its limit.
-    ``hidden`` is the last layer's output: tying the write to it holds it back until every layer has
-    read the cache. Without that XLA may write early, and copies the whole cache to be safe.
+    The caller keeps ``starts + T <= positions``; a cache has room for the longest scratch past its
+    limit. ``hidden`` is the last layer's output: tying the write to it holds it back until every layer
+    has read the cache. Without that XLA may write early, and copies the whole cache to be safe.
     """
     starts = starts + jnp.isnan(hidden[:, 0, 0])  # adds 0 to every sequence that is not lost anyway
-    if isinstance(cache.k, tuple):
-        return KVCache(
-            tuple(_write(c, r, starts) for c, r in zip(cache.k, k, strict=True)),
-            tuple(_write(c, r, starts) for c, r in zip(cache.v, v, strict=True)),
-        )
-    over_layers = jax.vmap(_write, in_axes=(0, 0, None))
-    return KVCache(over_layers(cache.k, k, starts), over_layers(cache.v, v, starts))
+    caches, rows = (cache.k, cache.v), (k, v)
+    rows = jax.tree.map(lambda c, r: narrowed(r.swapaxes(-3, -2), c.dtype), caches, rows)
+
+    def one(b: Array | int, caches: tuple) -> tuple:
+        mine = jax.tree.map(lambda r: jax.lax.dynamic_slice_in_dim(r, b, 1, r.ndim - 4), rows)
+        return jax.tree.map(lambda c, r: _put(c, r, slot + b, starts[b]), caches, mine)
+
+    count = starts.shape[0]
+    # A loop of slices, because XLA:CPU runs a batched write (a scatter) element by element.
+    return KVCache(*(one(0, caches) if count == 1 else jax.lax.fori_loop(0, count, one, caches)))
 
 
-def with_slots(cache: KVCache, slots: int) -> KVCache:
-    """The same cache with room for more slots."""
+def copy_slot(cache: KVCache, source: Array, target: Array, count: Array) -> KVCache:
+    """The cache with (at least) the first ``count`` positions of slot ``source`` in ``target`` too."""
+    size = min(BLOCK, cache.positions)
 
-    def grow(x: Array) -> Array:
+    def block(j: Array, arrays: tuple) -> tuple:
+        start = jnp.minimum(j * size, cache.positions - size)
+
+        def move(x: Array) -> Array:
+            lead = (0,) * (x.ndim - 4)
+            shape = (*x.shape[: x.ndim - 4], 1, x.shape[-3], size, x.shape[-1])
+            rows = jax.lax.dynamic_slice(x, (*lead, source, 0, start, 0), shape)
+            return _put(x, rows, target, start)
+
+        return jax.tree.map(move, arrays)
+
+    return KVCache(*jax.lax.fori_loop(0, (count + size - 1) // size, block, (cache.k, cache.v)))
+
+
+def reshaped(cache: KVCache, order: Int[Array, " slots"], positions: int) -> KVCache:
+    """A cache of other dimensions: slot i is the old ``order[i]``, with the positions that fit."""
+    kept = min(positions, cache.positions)
+
+    def move(x: Array) -> Array:
+        axis = x.ndim - 4
+        taken = jnp.take(jax.lax.slice_in_dim(x, 0, kept, axis=-2), order, axis=axis, mode="clip")
         pad = [(0, 0)] * x.ndim
-        pad[-2] = (0, slots - x.shape[-2])
-        return jnp.pad(x, pad)
+        pad[-2] = (0, positions - kept)
+        return jnp.pad(taken, pad)
 
-    return jax.tree.map(grow, cache)
+    map_: Callable = jax.tree.map
+    return map_(move, cache)

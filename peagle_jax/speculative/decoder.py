@@ -1,56 +1,45 @@
-"""Drives the jitted step from the host: prompts in, each round's tokens out."""
+"""Drives the compiled steps from the host: prompts in, each round's tokens out."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from peagle_jax.config import MAX_STOP_IDS, ConfigError, DrafterConfig, SpecConfig, TargetConfig
+from peagle_jax.config import ConfigError, DrafterConfig, SpecConfig, TargetConfig
 from peagle_jax.drafter.head import DrafterParams
 from peagle_jax.models.stack import TargetParams, check_taps
-from peagle_jax.parallel.replicate import Backend, replica_sharding, replicate
-from peagle_jax.speculative.cache import with_slots
-from peagle_jax.speculative.logprobs import token_logprobs
-from peagle_jax.speculative.round import draft_step, step, verify_step
-from peagle_jax.speculative.rules import TokenMatcher, check_rules, mask_words, rules_state
-from peagle_jax.speculative.sampling import SamplingParams, TokenLogprob
-from peagle_jax.speculative.state import Chunk, DecodeState, RoundOutput, empty_state
-
-SMALLEST_CACHE = 512
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """One prompt (token ids) and how to continue it. ``stop_ids`` end it, and are part of it."""
-
-    prompt: Sequence[int]
-    sampling: SamplingParams = SamplingParams()
-    max_tokens: int = 128
-    stop_ids: frozenset[int] = frozenset()
-    matcher: TokenMatcher | None = None  # a grammar of the answer; it advances with this request
-
-
-@dataclasses.dataclass(frozen=True)
-class RoundResult:
-    """New tokens of one round. ``finish_reason`` is set ("stop" or "length") on the last one.
-
-    ``logprobs`` (if asked) has an entry for each token; ``prompt_logprobs`` comes once, with the first
-    token: an entry for each token of the prompt but its first.
-    """
-
-    tokens: list[int]
-    accepted: int = 0
-    drafted: int = 0
-    finish_reason: str | None = None
-    logprobs: list[TokenLogprob] | None = None
-    prompt_logprobs: list[TokenLogprob] | None = None
+from peagle_jax.parallel.replicate import Backend
+from peagle_jax.speculative.cache import storage_dtype
+from peagle_jax.speculative.programs import Programs
+from peagle_jax.speculative.request import (
+    Flight,
+    PromptChunk,
+    Request,
+    RoundResult,
+    check_request,
+    kept_by_grammar,
+    settings_of,
+)
+from peagle_jax.speculative.results import local_rows, read
+from peagle_jax.speculative.round import Models
+from peagle_jax.speculative.rules import mask_words
+from peagle_jax.speculative.sampling import SamplingParams
+from peagle_jax.speculative.sizes import (
+    SMALLEST_CACHE,
+    Pool,
+    Sizes,
+    backlog_of,
+    chunks_of,
+    pools_of,
+    scratch_of,
+    widths_of,
+)
+from peagle_jax.speculative.state import Chunk, Copy, RoundOutput, Turn
 
 
 def check_pair(target: TargetConfig, drafter: DrafterConfig, num_speculative_tokens: int) -> None:
@@ -77,13 +66,27 @@ def check_pair(target: TargetConfig, drafter: DrafterConfig, num_speculative_tok
 
 
 class Decoder:
-    """Decodes up to ``batch`` requests in lockstep on one replica.
+    """A pool of slots on each of R replicas, in which requests are decoded side by side.
 
-    The KV caches come in compiled sizes that double from 512 slots to ``max_model_len`` and grow
-    with the sequences; ``warm_up`` compiles every program, and nothing compiles after it.
+    Slots are numbered 0..R*batch-1; slot s is row s // R of replica s % R, so that the first slots
+    are spread over the replicas. A request joins by its prompt's chunks (``prefill``), takes part in rounds
+    while it is named ``active``, and leaves by not being named. ``generate`` and ``run`` do all of that
+    for requests that come together.
+
+    Args:
+        batch: slots of a replica.
+        devices: one a replica; ``device`` is short for one of them.
+        draft_lengths: the K that rounds may have (default: that of ``spec`` alone).
+        widths: how many of a replica's first slots a round may serve (default: powers of two).
+        kv_tokens: positions that fit the memory, of all slots of a replica together (default: as many as
+            needed). Where they do not suffice for ``batch`` whole contexts, the pool has more slots for
+            short sequences (from ``smallest_cache`` tokens on) and fewer for long ones.
+        guided: also compile what grammars need (``guided_round``), with the largest K.
+        synthetic_rates: see ``round.Models``.
 
     Raises:
-        ConfigError: the head does not fit the target, or K is above what it was trained for.
+        ConfigError: the head does not fit the target, K is above what it was trained for, or one
+            context needs more than ``kv_tokens``.
     """
 
     def __init__(
@@ -99,7 +102,14 @@ class Decoder:
         prefill_chunk: int = 128,
         replicate_backend: Backend = "pmap",
         device: Any = None,
+        devices: Sequence[Any] | None = None,
         lookahead: int | None = None,
+        draft_lengths: Collection[int] | None = None,
+        widths: Sequence[int] | None = None,
+        kv_tokens: int | None = None,
+        smallest_cache: int = SMALLEST_CACHE,
+        guided: bool = False,
+        synthetic_rates: tuple[float, ...] | None = None,
     ) -> None:
         if spec.num_speculative_tokens == 0:
             drafter = drafter_params = None
@@ -112,119 +122,71 @@ class Decoder:
             raise ConfigError(
                 f"max_model_len is {max_model_len}; this target takes 1 to {target.max_position}"
             )
-        if spec.num_speculative_tokens >= max_model_len:
+        most = spec.num_speculative_tokens
+        if most >= max_model_len:
             raise ConfigError(
-                f"num_speculative_tokens is {spec.num_speculative_tokens}; expected less than the "
-                f"context of {max_model_len} tokens"
+                f"num_speculative_tokens is {most}; expected less than the context of {max_model_len} tokens"
             )
         self.target, self.drafter, self.spec = target, drafter, spec
         self.max_model_len, self.batch = max_model_len, batch
-        self.prefill_chunk = min(prefill_chunk, max_model_len)
-        device = device or jax.devices()[0]
+        self._all_allowed = np.full(mask_words(target.vocab_size), 0xFFFFFFFF, np.uint32)
+        self.devices = list(devices or [device or jax.devices()[0]])
+        platform = self.devices[0].platform
         # A CPU computes what it dispatches: reading late only adds a wasted round there.
-        self.lookahead = (0 if device.platform == "cpu" else 1) if lookahead is None else lookahead
-        self.compilations = 0
-        self._params = jax.device_put((params, drafter_params), device)
-        self._stacked = params.is_stacked
-        # XLA:CPU widens and narrows a whole bfloat16 cache to change one row of it.
-        narrow_cache = device.platform != "cpu"
-        self._cache_dtype = params.embed.dtype if narrow_cache else jnp.dtype(jnp.float32)
-        one_step = partial(step, configs=(target, drafter), spec=spec, rounds=spec.rounds)
-
-        def counted(*arguments: Any) -> Any:
-            self.compilations += 1
-            return one_step(*arguments)
-
-        def half(step: Any) -> Any:
-            return replicate(partial(step, configs=(target, drafter), spec=spec), [device], replicate_backend)
-
-        self._step = replicate(counted, [device], replicate_backend)
-        self._prefill = replicate(partial(one_step, rounds=0), [device], replicate_backend)
-        self._draft, self._verify = half(draft_step), half(verify_step)
-        self._sharding = replica_sharding([device])
-        self._grow = jax.jit(self._grow_state, static_argnums=(1,), out_shardings=self._sharding)
-        self._sizes = self._cache_sizes()
-
-    # -- cache sizes -------------------------------------------------------------------------
-
-    def _scratch(self) -> int:
-        """Slots that a dispatch may write past the sequences' length."""
-        k, rounds = self.spec.num_speculative_tokens, self.spec.rounds
-        return max(self.prefill_chunk, rounds * (k + 1) + 2 * k + 1)
-
-    def _cache_sizes(self) -> list[int]:
-        sizes, size = [], SMALLEST_CACHE
-        while size < self.max_model_len:
-            sizes.append(size)
-            size *= 2
-        return [s + self._scratch() for s in [*sizes, self.max_model_len]]
-
-    def _size_for(self, length: int) -> int:
-        needed = min(length, self.max_model_len) + self._scratch()
-        return next(s for s in self._sizes if s >= needed)
-
-    def _grow_state(self, state: DecodeState, slots: int) -> DecodeState:
-        drafter = state.drafter_cache
-        return state.replace(
-            target_cache=with_slots(state.target_cache, slots),
-            drafter_cache=None if drafter is None else with_slots(drafter, slots),
+        self.lookahead = (0 if platform == "cpu" else 1) if lookahead is None else lookahead
+        chunk = min(prefill_chunk, max_model_len)
+        self._programs = Programs(
+            Models(target, drafter, most, synthetic_rates if most else None),
+            self._placed((params, drafter_params)),
+            Sizes(
+                pools=pools_of(batch, max_model_len, scratch_of(chunk, spec), kv_tokens, smallest_cache),
+                widths=tuple(widths or widths_of(batch)),
+                drafts=tuple(sorted({most, *(draft_lengths or ())})),
+                chunks=chunks_of(chunk),
+                rounds=spec.rounds,
+                backlog=backlog_of(spec),
+            ),
+            settings_of(Request([0]), max_model_len, target.vocab_size),
+            self.devices,
+            storage_dtype(params.embed.dtype, platform),
+            replicate_backend,
+            guided,
         )
 
-    # -- state -------------------------------------------------------------------------------
+    def _placed(self, params: Any) -> Any:
+        if len(self.devices) == 1:
+            return jax.device_put(params, self.devices[0])
+        mesh = jax.sharding.Mesh(np.array(self.devices), ("data",))
+        return jax.device_put(params, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
 
-    def _fresh_state(self, requests: Sequence[Request], slots: int) -> DecodeState:
-        rows = [*requests, *[Request([0], max_tokens=0)] * (self.batch - len(requests))]
-        rules = rules_state(
-            [r.sampling for r in rows],
-            [r.prompt for r in rows],
-            [r.stop_ids for r in rows],
-            self.target.vocab_size,
-        )
-        limits = [min(len(r.prompt) + r.max_tokens, self.max_model_len) for r in rows]
-        state = empty_state(
-            self.target,
-            self.drafter,
-            num_speculative_tokens=self.spec.num_speculative_tokens,
-            slots=slots,
-            rules=rules,
-            limit=jnp.array(limits, jnp.int32),
-            dtype=self._cache_dtype,
-            stacked=self._stacked,
-        )
-        return jax.device_put(jax.tree.map(lambda x: x[None], state), self._sharding)
+    # -- what there is -----------------------------------------------------------------------
 
-    def _chunk(self, requests: Sequence[Request], start: int) -> Chunk:
-        width = self.prefill_chunk
-        tokens = np.zeros((2, self.batch, width), np.int32)
-        count, final = np.zeros(self.batch, np.int32), np.zeros(self.batch, bool)
-        for b, request in enumerate(requests):
-            part, following = (list(request.prompt[start + i : start + i + width]) for i in (0, 1))
-            tokens[0, b, : len(part)], tokens[1, b, : len(following)] = part, following
-            count[b] = len(part)
-            final[b] = 0 < len(request.prompt) - start <= width
-        chunk = Chunk(tokens[None, 0], tokens[None, 1], count[None], final[None])
-        return jax.device_put(chunk, self._sharding)
+    @property
+    def compilations(self) -> int:
+        """Programs compiled so far; none after ``warm_up``."""
+        return self._programs.compilations
+
+    @property
+    def sizes(self) -> Sizes:
+        return self._programs.sizes
+
+    @property
+    def pool(self) -> Pool:
+        """The dimensions of the slots at the moment."""
+        return self._programs.pool
+
+    @property
+    def replicas(self) -> int:
+        return len(self.devices)
+
+    @property
+    def scratch(self) -> int:
+        """Positions of a slot that no sequence may count on."""
+        return scratch_of(self.sizes.chunks[-1], self.spec)
 
     def check(self, request: Request) -> None:
         """Raises ValueError, in one line, for a request that cannot be decoded."""
-        ids, room = request.prompt, self.max_model_len
-        if not len(ids):
-            raise ValueError("the prompt is empty; expected at least one token")
-        if len(ids) >= room:
-            raise ValueError(
-                f"the prompt has {len(ids)} tokens, but the context holds {room} (prompt and answer); "
-                f"shorten it to at most {room - 1}"
-            )
-        wrong = next((i for i in ids if not 0 <= i < self.target.vocab_size), None)
-        if wrong is not None:
-            raise ValueError(f"token id {wrong} is outside the vocabulary of {self.target.vocab_size}")
-        if request.max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, found {request.max_tokens}")
-        if len(request.stop_ids) > MAX_STOP_IDS:
-            raise ValueError(f"at most {MAX_STOP_IDS} stop ids are supported, found {len(request.stop_ids)}")
-        check_rules(request.sampling, self.target.vocab_size, request.max_tokens)
-
-    # -- running -----------------------------------------------------------------------------
+        check_request(request, self.target.vocab_size, self.max_model_len)
 
     def replace_head(self, params: DrafterParams) -> None:
         """Drafts with other weights of the same head from now on; compiled programs stay in use.
@@ -232,126 +194,181 @@ class Decoder:
         Raises:
             ValueError: there is no head, or the new one has other arrays, shapes or dtypes.
         """
-        target, head = self._params
+        target, head = self._programs.params
         kinds = [jax.tree.map(lambda w: (w.shape, w.dtype), tree) for tree in (head, params)]
         if head is None or kinds[0] != kinds[1]:
             raise ValueError(
                 "the new weights are not of this decoder's head: arrays, shapes or dtypes differ"
             )
-        self._params = target, jax.device_put(params, next(iter(target.embed.devices())))
+        self._programs.params = target, self._placed(params)
 
-    def _dispatch(self, state: DecodeState, chunk: Chunk | None) -> tuple[DecodeState, RoundOutput]:
-        return self._step(self._params, state, chunk)
+    def warm_up(self, progress: Callable[[str], None] = lambda what: None) -> None:
+        """Compiles every program by running it once on idle slots; ``progress`` is told before each.
 
-    def _guided(
-        self, state: DecodeState, chunk: Chunk | None, requests: list[Request]
-    ) -> tuple[DecodeState, RoundOutput]:
-        """A prompt chunk alone, or a round with the host in its middle: masks depend on the drafts."""
-        if chunk is not None:
-            _, masks = self._windows(requests, np.zeros((self.batch, 1), np.int32))
-            return self._prefill(self._params, state, chunk.replace(masks=masks))
-        state, drafted = self._draft(self._params, state, None)
-        windows = self._windows(requests, np.array(drafted.addressable_shards[0].data)[0])
-        return self._verify(self._params, state, windows)
+        Nothing compiles after it.
+        """
+        self._programs.warm_up(progress, lambda width: self._chunk({}, width), self._turn((), None))
 
-    def _windows(self, requests: list[Request], windows: np.ndarray) -> tuple[jax.Array, jax.Array]:
-        """Windows (B, W), with the grammars' drafts, and masks of what may follow each of their
-        tokens: everything, where there is no grammar."""
-        shape = (*windows.shape, mask_words(self.target.vocab_size))
-        masks = np.full(shape, 0xFFFFFFFF, np.uint32)
-        for b, request in enumerate(requests):
-            if request.matcher is not None and not request.matcher.finished:
-                windows[b, 1:], masks[b] = request.matcher.window(windows[b, 1:].tolist())
-        return jax.device_put((windows[None], masks[None]), self._sharding)
+    # -- dispatches --------------------------------------------------------------------------
 
-    def warm_up(self) -> None:
-        """Compiles every program: with and without a prompt chunk, at every cache size."""
-        request = Request([0], max_tokens=1)
-        for size, larger in zip(self._sizes, [*self._sizes[1:], None], strict=True):
-            state = self._fresh_state([request], size)
-            state, _ = self._dispatch(state, self._chunk([request], 0))
-            state, _ = self._dispatch(state, None)
-            if larger is not None:
-                self._grow(state, larger)
+    def _chunk(self, chunks: Mapping[int, PromptChunk], width: int) -> Chunk:
+        """A chunk of ``width`` for every replica; one of no tokens where ``chunks`` has none."""
+        parts = []
+        for r in range(self.replicas):
+            chunk = chunks.get(r)
+            tokens = np.zeros((2, width), np.int32)
+            if chunk is None:  # writes where only scratch lies
+                numbers, final, request = (0, self.pool.positions - width, 0), False, Request([0])
+                answer: Sequence[int] = ()
+            else:
+                end = chunk.start + chunk.count
+                tokens[0, : chunk.count] = chunk.tokens[chunk.start : end]
+                following = chunk.tokens[chunk.start + 1 : end + 1]
+                tokens[1, : len(following)] = following
+                numbers, final = (self._row(chunk.slot), chunk.start, chunk.count), chunk.final
+                request, answer = chunk.request, chunk.tokens[len(chunk.request.prompt) :]
+            slot, start, count = (np.int32(n) for n in numbers)
+            settings = settings_of(request, self.max_model_len, self.target.vocab_size, answer)
+            mask = self._all_allowed if chunk is None or chunk.mask is None else chunk.mask
+            parts.append(Chunk(slot, start, tokens[0], tokens[1], count, np.bool_(final), mask, settings))
+        return jax.tree.map(lambda *leaves: np.stack(leaves), *parts)
+
+    def _turn(self, active: Collection[int], drafting: Collection[int] | None) -> Turn:
+        flags = np.zeros((2, self.replicas, self.pool.slots), bool)
+        for flag, slots in zip(flags, (active, active if drafting is None else drafting), strict=True):
+            for slot in slots:
+                flag[slot % self.replicas, self._row(slot)] = True
+        return Turn(active=flags[0], drafting=flags[1])
+
+    def _row(self, slot: int) -> int:
+        return slot // self.replicas
+
+    def _flight(self, output: RoundOutput, width: int) -> Flight:
+        n = self.replicas
+        return Flight(output, tuple(range(r, width * n, n) for r in range(n)))
+
+    def width_for(self, active: Collection[int]) -> int:
+        """The compiled width of a round of these slots."""
+        return self.sizes.width_for(self._row(max(active)) + 1, self.pool)
+
+    def prefill(self, chunks: Sequence[PromptChunk]) -> Flight:
+        """Prefills a chunk of one request on each of (some) replicas. A final one gives a token."""
+        by_replica = {chunk.slot % self.replicas: chunk for chunk in chunks}
+        assert len(by_replica) == len(chunks), "one chunk a replica"
+        width = self.sizes.chunk_for(max(chunk.count for chunk in chunks))
+        output = self._programs.prefill(self._chunk(by_replica, width))
+        slots = tuple([by_replica[r].slot] if r in by_replica else [] for r in range(self.replicas))
+        return Flight(output, slots, tuple(chunks))
+
+    def round(self, active: Collection[int], k: int, drafting: Collection[int] | None = None) -> Flight:
+        """Rounds of K drafts for the ``active`` slots; those not ``drafting`` (default: all) go without."""
+        width = self.width_for(active)
+        return self._flight(self._programs.rounds(self._turn(active, drafting), width, k), width)
+
+    def guided_round(
+        self,
+        active: Collection[int],
+        k: int,
+        window_for: Callable[[int, list[int]], tuple[Sequence[int], np.ndarray] | None],
+        drafting: Collection[int] | None = None,
+    ) -> Flight:
+        """One round with the host in its middle. ``window_for(slot, drafts)`` is what a grammar makes of them
+        (``TokenMatcher.window``): drafts, and masks uint32 (K + 1, ceil(V/32)); None allows all."""
+        width, turn = self.width_for(active), self._turn(active, drafting)
+        tokens = local_rows(self._programs.draft(turn, width, k))
+        masks = np.tile(self._all_allowed, (*tokens.shape, 1))
+        for slot in active:
+            r, row = slot % self.replicas, self._row(slot)
+            found = window_for(slot, tokens[r, row, 1:].tolist())
+            if found is not None:
+                tokens[r, row, 1:], masks[r, row] = found
+        return self._flight(self._programs.verify(turn, tokens, masks), width)
+
+    def copy(self, source: int, target: int, count: int) -> None:
+        """Copies a slot to another of its replica: the first ``count`` positions, and all else.
+
+        With a running sequence's length as ``count`` it moves; with less its beginning is there.
+        """
+        assert source % self.replicas == target % self.replicas, "a slot moves within its replica"
+        rows = np.zeros((3, self.replicas), np.int32)
+        rows[:, source % self.replicas] = self._row(source), self._row(target), count
+        self._programs.copy(Copy(*rows))
+
+    def reshape(self, pool: Pool, order: Sequence[int]) -> None:
+        """A neighbour of this pool in ``sizes.pools``. ``order[i]`` is the slot that becomes slot i."""
+        rows = np.array([self._row(slot) for slot in order], np.int32)
+        self._programs.reshape(pool, rows.reshape(pool.slots, self.replicas).T)
+
+    def start_over(self, pool: Pool) -> None:
+        """Empty slots of these dimensions."""
+        self._programs.start_over(pool)
+
+    def results(self, flight: Flight) -> list[dict[int, RoundResult]]:
+        """Waits for a dispatch; see ``results.read``."""
+        return read(flight)
+
+    # -- requests that come together ---------------------------------------------------------
 
     def run(self, requests: Sequence[Request]) -> Iterator[list[RoundResult | None]]:
-        """Decodes at most ``batch`` requests together; yields each round's results, in their order.
-
-        A sequence that gave no token in a round, or has ended, yields None. Closing the iterator
-        stops the work.
+        """Decodes at most ``batch`` requests (of each replica) together; yields each round's results, in
+        their order. A request that got nothing in a round, or has ended, has None. Closing the
+        iterator stops the work.
 
         Raises:
             ValueError: a request cannot be decoded (see ``check``), or there are too many.
         """
-        if not 0 < len(requests) <= self.batch:
-            raise ValueError(f"this decoder takes 1 to {self.batch} requests at once, found {len(requests)}")
         for request in requests:
             self.check(request)
-        return self._run(list(requests))
+        longest = max((len(r.prompt) + r.max_tokens for r in requests), default=1)
+        needed = min(longest, self.max_model_len) + self.scratch
+        pool = next(p for p in self.sizes.pools if p.positions >= needed)
+        if not 0 < len(requests) <= pool.slots * self.replicas:
+            raise ValueError(
+                f"this decoder takes 1 to {pool.slots * self.replicas} such requests at once, "
+                f"found {len(requests)}"
+            )
+        return self._decode(list(requests), pool)
 
-    def _run(self, requests: list[Request]) -> Iterator[list[RoundResult | None]]:
-        longest = max(len(r.prompt) for r in requests)
-        size = self._size_for(longest)
-        state = self._fresh_state(requests, size)
-        waiting: collections.deque[RoundOutput] = collections.deque()
-        scored: list[list[TokenLogprob]] = [[] for _ in requests]
-        guided = any(r.matcher is not None for r in requests)
-        lookahead = 0 if guided else self.lookahead
-        running, start = set(range(len(requests))), 0
-        lengths = [len(r.prompt) for r in requests]
-        per_dispatch = self.spec.rounds * (self.spec.num_speculative_tokens + 1) + 1
+    def _decode(self, requests: list[Request], pool: Pool) -> Iterator[list[RoundResult | None]]:
+        if pool != self.pool:
+            self.start_over(pool)
+        longest = self.sizes.chunks[-1]
+        flights: collections.deque[Flight] = collections.deque()
+        running = set(range(len(requests)))
+        matchers = {i: r.matcher for i, r in enumerate(requests) if r.matcher is not None}
+        ahead = 0 if matchers else self.lookahead  # a grammar's masks need the tokens of the round before
+
+        def window_for(slot: int, drafts: list[int]) -> tuple[Sequence[int], np.ndarray] | None:
+            return matchers[slot].window(drafts) if slot in matchers else None
+
+        for first in range(0, len(requests), self.replicas):
+            group = range(first, min(first + self.replicas, len(requests)))
+            for start in range(0, max(len(requests[i].prompt) for i in group), longest):
+                chunks = [
+                    PromptChunk(i, r, r.prompt, start, min(longest, len(r.prompt) - start))
+                    for i, r in ((i, requests[i]) for i in group)
+                    if start < len(r.prompt)
+                ]
+                chunks = [
+                    dataclasses.replace(c, mask=matchers[c.slot].window([])[1][0])
+                    if c.final and c.slot in matchers
+                    else c
+                    for c in chunks
+                ]
+                flights.append(self.prefill(chunks))
         while running:
-            ahead = per_dispatch * (len(waiting) + 1)
-            needed = self._size_for(max(lengths[b] for b in running) + ahead)
-            if needed > size:
-                state, size = self._grow(state, needed), needed
-            chunk = self._chunk(requests, start) if start < longest else None
-            start += self.prefill_chunk
-            state, output = self._guided(state, chunk, requests) if guided else self._dispatch(state, chunk)
-            waiting.append(output)
-            while len(waiting) > lookahead:
-                yield from self._results(waiting.popleft(), running, lengths, requests, scored)
-
-    def _results(
-        self,
-        output: RoundOutput,
-        running: set[int],
-        lengths: list[int],
-        requests: list[Request],
-        scored: list[list[TokenLogprob]],
-    ) -> Iterator[list[RoundResult | None]]:
-        # Only the local shard is read: indexing a replicated array would gather it.
-        local = jax.tree.map(lambda x: np.asarray(x.addressable_shards[0].data)[0], output)
-        if local.prompt is not None:
-            for b, request in enumerate(requests):
-                wanted, done = request.sampling.prompt_logprobs, len(scored[b]) + 1
-                if wanted is not None:
-                    rows = jax.tree.map(lambda x, b=b: x[b], local.prompt)
-                    scored[b] += token_logprobs(
-                        rows, request.prompt[done : done + self.prefill_chunk], wanted
-                    )
-        for r in range(local.count.shape[0]):
-            results: list[RoundResult | None] = [None] * len(requests)
-            for b in [b for b in sorted(running) if local.count[r, b]]:
-                request = requests[b]
-                tokens = local.tokens[r, b, : local.count[r, b]].tolist()
-                reason = "stop" if local.stopped[r, b] else "length" if local.ended[r, b] else None
-                if request.matcher is not None:
-                    tokens = tokens[: request.matcher.advance(tokens)]
-                    reason = "stop" if request.matcher.finished else reason
-                wanted, logprobs = request.sampling.logprobs, None
-                if wanted is not None:
-                    rows = jax.tree.map(lambda x, r=r, b=b: x[r, b], local.logprobs)
-                    logprobs = token_logprobs(rows, tokens, wanted)
-                accepted, drafted = int(local.accepted[r, b]), int(local.drafted[r, b])
-                first = request.sampling.prompt_logprobs is not None and lengths[b] == len(request.prompt)
-                prompt_logprobs = scored[b] if first else None
-                results[b] = RoundResult(tokens, accepted, drafted, reason, logprobs, prompt_logprobs)
-                lengths[b] += len(tokens)
-                if reason:
-                    running.discard(b)
-            if any(results):
-                yield results
+            while len(flights) > ahead:
+                for results in self.results(flights.popleft()):
+                    for i in matchers.keys() & results.keys():
+                        if i in running:
+                            results[i], _ = kept_by_grammar(results[i], matchers[i])
+                    if results:
+                        running -= {i for i, result in results.items() if result.finish_reason}
+                        yield [results.get(i) for i in range(len(requests))]
+            if running and matchers:
+                flights.append(self.guided_round(running, self.spec.num_speculative_tokens, window_for))
+            elif running:
+                flights.append(self.round(running, self.spec.num_speculative_tokens))
 
     def generate(
         self,

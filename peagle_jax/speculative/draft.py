@@ -23,26 +23,49 @@ def _run(
     tokens: Array,
     g: Array,
     base: Array,
+    known: Array,
+    slot: Array | int,
 ) -> tuple[Array, KVCache]:
-    """One pass of W consecutive slots from ``base`` (B,), written to the cache."""
+    """One pass of W consecutive positions from ``base`` (B,), written to the cache, over ``known`` (B,)."""
     b, w = tokens.shape
     positions = base[:, None] + jnp.arange(w)
     k_cache, v_cache = cast(tuple, cache.k), cast(tuple, cache.v)
-    h, k, v = forward_cached(p, cfg, tokens, g, positions, k_cache, v_cache, base, causal_mask(b, w))
-    return h, write(cache, k, v, base, h)
+    mask = causal_mask(b, w)
+    h, k, v = forward_cached(p, cfg, tokens, g, positions, k_cache, v_cache, known, mask, slot)
+    return h, write(cache, k, v, base, h, slot)
 
 
 def prefill_drafter(
-    p: DrafterParams, cfg: DrafterConfig, cache: KVCache, tokens: Array, features: Array, base: Array
+    p: DrafterParams,
+    cfg: DrafterConfig,
+    cache: KVCache,
+    tokens: Array,
+    features: Array,
+    base: Array,
+    slot: Array | int,
 ) -> KVCache:
-    """Commits the slots of a prompt chunk: ``tokens`` (B, T) follow the ``features`` (B, T, C)."""
-    return _run(p, cfg, cache, tokens, fuse(p, cfg, features), base)[1]
+    """Commits positions from ``base`` (B,): ``tokens`` (B, T) follow the ``features`` (B, T, C)."""
+    return _run(p, cfg, cache, tokens, fuse(p, cfg, features), base, base, slot)[1]
+
+
+def catch_up(p: DrafterParams, cfg: DrafterConfig, state: DecodeState) -> DecodeState:
+    """Commits what plain rounds left pending, all but the last row, from which the next draft starts."""
+    pending, cache = cast(Pending, state.pending), cast(KVCache, state.drafter_cache)
+    base = state.length - pending.count
+    cache = prefill_drafter(p, cfg, cache, pending.tokens, pending.features, base, 0)
+    last = jnp.maximum(pending.count - 1, 0)[:, None]
+    pending = Pending(
+        tokens=pending.tokens.at[:, :1].set(jnp.take_along_axis(pending.tokens, last, axis=1)),
+        features=pending.features.at[:, :1].set(_rows(pending.features, last)),
+        count=jnp.minimum(pending.count, 1),
+    )
+    return state.replace(drafter_cache=cache, pending=pending)
 
 
 def _choose(p: DrafterParams, cfg: DrafterConfig, state: DecodeState, h: Array, first: Array) -> Array:
     """Target ids drafted from hidden states (B, J, D) whose tokens lie at ``first`` (B,) and on."""
     positions = first[:, None] + jnp.arange(h.shape[1])
-    rules = only(state.rules, state.ready)
+    rules = only(state.settings.rules, state.ready)
     chosen = choose(draft_logits(p, cfg, h), positions, None, rules, token_ids=p.draft_to_target)
     return to_target_ids(p, chosen)
 
@@ -52,41 +75,43 @@ def _rows(x: Array, index: Array) -> Array:
 
 
 def draft_parallel(
-    p: DrafterParams, cfg: DrafterConfig, state: DecodeState, k: int
+    p: DrafterParams, cfg: DrafterConfig, state: DecodeState, k: int, width: int
 ) -> tuple[Int[Array, "b k"], KVCache]:
-    """K drafts from one pass over 2K slots (p-eagle-spec 2.3).
+    """K drafts from one pass over ``width`` + K - 1 positions (p-eagle-spec 2.3).
 
-    Row i is a committed slot while i < count, then a mask slot. Rows past the K-1 masks are
-    padding: causally invisible to the real ones and overwritten later.
+    At most ``width`` of them are pending. Row i is a committed position while i < count, then a mask.
+    Rows past the K-1 masks are padding: causally invisible to the real ones and overwritten later.
     """
     pending, cache = cast(Pending, state.pending), cast(KVCache, state.drafter_cache)
-    row = jnp.arange(2 * k)
-    pad = 2 * k - (k + 1)
-    tokens = jnp.pad(pending.tokens, ((0, 0), (0, pad)))
-    features = jnp.pad(pending.features, ((0, 0), (0, pad), (0, 0)))
+    row, pad = jnp.arange(width + k - 1), k - 1
+    tokens = jnp.pad(pending.tokens[:, :width], ((0, 0), (0, pad)))
+    features = jnp.pad(pending.features[:, :width], ((0, 0), (0, pad), (0, 0)))
     committed = row < pending.count[:, None]
     tokens = jnp.where(committed, tokens, cfg.mask_token_id)
     features = jnp.where(committed[..., None], features, p.mask_hidden)
     base = state.length - pending.count
-    h, cache = _run(p, cfg, cache, tokens, fuse(p, cfg, features), base)
+    known = jnp.where(state.ready, base, 0)
+    h, cache = _run(p, cfg, cache, tokens, fuse(p, cfg, features), base, known, 0)
     rows = jnp.maximum(pending.count - 1, 0)[:, None] + jnp.arange(k)
     return _choose(p, cfg, state, _rows(h, rows), state.length + 1), cache
 
 
 def draft_sequential(
-    p: DrafterParams, cfg: DrafterConfig, state: DecodeState, k: int
+    p: DrafterParams, cfg: DrafterConfig, state: DecodeState, k: int, width: int
 ) -> tuple[Int[Array, "b k"], KVCache]:
-    """K drafts from K passes: each later slot reads the previous draft and the head's own
+    """K drafts from K passes: each later position reads the previous draft and the head's own
     pre-norm state in place of the feature (p-eagle-spec 3.10)."""
     pending, cache = cast(Pending, state.pending), cast(KVCache, state.drafter_cache)
-    base = state.length - pending.count
-    h, cache = _run(p, cfg, cache, pending.tokens, fuse(p, cfg, pending.features), base)
+    base, ready = state.length - pending.count, state.ready
+    g = fuse(p, cfg, pending.features[:, :width])
+    h, cache = _run(p, cfg, cache, pending.tokens[:, :width], g, base, jnp.where(ready, base, 0), 0)
     h = _rows(h, jnp.maximum(pending.count - 1, 0)[:, None])
     first = _choose(p, cfg, state, h, state.length + 1)
 
     def step(carry: tuple, i: Array) -> tuple[tuple, Array]:
         cache, token, h = carry
-        h, cache = _run(p, cfg, cache, token, h, state.length + i)
+        at = state.length + i
+        h, cache = _run(p, cfg, cache, token, h, at, jnp.where(ready, at, 0), 0)
         token = _choose(p, cfg, state, h, state.length + 2 + i)
         return (cache, token, h), token[:, 0]
 

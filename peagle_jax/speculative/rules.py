@@ -52,7 +52,7 @@ class TokenMatcher(Protocol):
 
 @struct.dataclass
 class RulesState:
-    """Rules of B slots. A row is replaced on admission (``set_slot``); counts advance in the round."""
+    """Rules of B slots. A row is replaced on admission; counts advance in the round."""
 
     sampling: SamplingState
     presence: Array  # float32 (B,)
@@ -65,7 +65,7 @@ class RulesState:
     bias: Array  # float32 (B, biases)
     restricted: Array  # bool (B,): only ids with a bit in ``allowed``
     allowed: Array  # uint32 (B, ceil(V / 32)): id i is bit i % 32 of word i // 32
-    logprobs: Array  # bool (B,): chosen tokens' log-probabilities are asked for
+    logprobs: Array  # int32 (B,): best tokens to report with each chosen one; -1 for no report
     prompt_logprobs: Array  # bool (B,)
 
 
@@ -122,7 +122,7 @@ def rules_state(
     vocab_size: int,
     answers: Sequence[Sequence[int]] | None = None,
 ) -> RulesState:
-    """Rules of a batch of requests, as NumPy arrays; one request gives the row for ``set_slot``.
+    """Rules of a batch of requests, as NumPy arrays; one request gives the row of a slot.
 
     ``prompts`` are as the user sent them, ``answers`` what a preempted request had emitted.
     """
@@ -154,17 +154,12 @@ def rules_state(
         bias=bias,
         restricted=np.array([p.allowed_token_ids is not None for p in params], bool),
         allowed=allowed,
-        logprobs=np.array([p.logprobs is not None for p in params], bool),
+        logprobs=np.array([-1 if p.logprobs is None else p.logprobs for p in params], np.int32),
         prompt_logprobs=np.array([p.prompt_logprobs is not None for p in params], bool),
     )
 
 
 # -- device side ---------------------------------------------------------------------------------
-
-
-def set_slot(rules: RulesState, slot: Int[Array, ""], row: RulesState) -> RulesState:
-    """The rules with slot ``slot`` replaced by ``row`` (``rules_state`` of one request)."""
-    return jax.tree.map(lambda x, r: jax.lax.dynamic_update_index_in_dim(x, r[0], slot, 0), rules, row)
 
 
 def penalised(rules: RulesState) -> Bool[Array, " b"]:
@@ -190,7 +185,7 @@ def only(rules: RulesState, active: Bool[Array, " b"]) -> RulesState:
         min_position=off(rules.min_position),
         bias_ids=jnp.where(active[:, None], rules.bias_ids, -1),
         restricted=off(rules.restricted),
-        logprobs=off(rules.logprobs),
+        logprobs=off(rules.logprobs, -1),
         prompt_logprobs=off(rules.prompt_logprobs),
     )
 

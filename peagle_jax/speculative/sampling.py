@@ -140,10 +140,10 @@ def first_argmax(x: Float[Array, "... v"]) -> Int[Array, "..."]:
     return best.min(-1)
 
 
-def gumbel_noise(
+def uniform_noise(
     state: SamplingState, positions: Int[Array, "b t"], token_ids: Int[Array, " v"]
 ) -> Float[Array, "b t v"]:
-    """Standard Gumbel noise keyed by (seed, position, token id): any shard can draw its own ids."""
+    """Uniform noise in (0, 1) keyed by (seed, position, token id): any shard can draw its own ids."""
     shape = (*positions.shape, token_ids.shape[0])
 
     def spread(x: Array) -> Array:
@@ -155,9 +155,14 @@ def gumbel_noise(
         spread(token_ids),
         spread(positions[..., None]),
     )
-    # v near 0 becomes the large noise, where float32 is finest.
-    v = (bits.astype(jnp.float32) + 0.5) * 2.0**-32
-    return -jnp.log(-jnp.log1p(-jnp.minimum(v, 1.0 - 2.0**-24)))
+    return jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
+
+
+def gumbel_noise(
+    state: SamplingState, positions: Int[Array, "b t"], token_ids: Int[Array, " v"]
+) -> Float[Array, "b t v"]:
+    """Standard Gumbel noise of the same keys. Noise near 0 becomes the large one: there float32 is finest."""
+    return -jnp.log(-jnp.log1p(-uniform_noise(state, positions, token_ids)))
 
 
 def _ranked_filters(logits: Array, top_k: Array, top_p: Array) -> Array:

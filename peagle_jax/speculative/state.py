@@ -1,7 +1,10 @@
-"""The decode state: everything a round reads and replaces, donated to each dispatch."""
+"""The decode state: everything a dispatch reads and replaces, donated to each."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array
@@ -14,22 +17,31 @@ from peagle_jax.speculative.rules import RulesState
 
 @struct.dataclass
 class Pending:
-    """Committed drafter slots that are not yet in the drafter's cache.
+    """Committed drafter positions that are not yet in the drafter's cache.
 
-    Row i < count is slot ``length - count + i``: the token after the feature's position.
+    Row i < count is position ``length - count + i``: the token after the feature's position. Plain
+    rounds add a row each; W is how many may gather before ``catch_up`` commits them.
     """
 
-    tokens: Array  # int32 (B, K+1)
-    features: Array  # (B, K+1, C)
+    tokens: Array  # int32 (B, W)
+    features: Array  # (B, W, C)
     count: Array  # int32 (B,)
 
 
 @struct.dataclass
+class Settings:
+    """What a request asks for, each leaf (B, ...). It comes with each of its prompt's chunks."""
+
+    limit: Array  # int32 (B,): most tokens of prompt and answer together
+    rules: RulesState
+
+
+@struct.dataclass
 class DecodeState:
-    """B sequences between rounds.
+    """B slots between dispatches.
 
     ``length`` is the index n of the last token, whose target KV is not computed yet: the target's
-    cache holds slots 0..n-1. Slots past it, in either cache, are scratch.
+    cache holds positions 0..n-1. Positions past it, in either cache, are scratch.
     """
 
     target_cache: KVCache
@@ -37,30 +49,48 @@ class DecodeState:
     pending: Pending | None
     length: Array  # int32 (B,)
     last_token: Array  # int32 (B,)
-    limit: Array  # int32 (B,): most tokens of prompt and answer together
     ready: Array  # bool (B,): the prompt is complete and the answer is not
-    rules: RulesState
+    settings: Settings
 
 
 @struct.dataclass
 class Chunk:
-    """T prompt tokens a sequence, to be prefilled.
+    """Up to T prompt tokens of one request, to be prefilled into ``slot`` from position ``start`` on.
 
     ``following`` holds the token after each: known, even at a chunk's end, except after the
-    prompt's last one. ``count`` (B,) rows are real; ``final`` (B,) marks the prompt's end. ``masks``
-    are what grammars allow as the answer's first token; None where no slot has a grammar.
+    prompt's last one. ``count`` rows are real (0: no request); ``final`` marks the prompt's end.
     """
 
-    tokens: Array  # int32 (B, T)
-    following: Array  # int32 (B, T)
-    count: Array  # int32 (B,)
-    final: Array  # bool (B,)
-    masks: Array | None = None  # uint32 (B, 1, ceil(V / 32))
+    slot: Array  # int32 ()
+    start: Array  # int32 ()
+    tokens: Array  # int32 (T,)
+    following: Array  # int32 (T,)
+    count: Array  # int32 ()
+    final: Array  # bool ()
+    mask: Array  # uint32 (ceil(V/32),): what a grammar allows as the answer's first token
+    settings: Settings  # of one request: leaves (1, ...)
+
+
+@struct.dataclass
+class Turn:
+    """What the host says of a round: the slots that take part, and those that draft."""
+
+    active: Array  # bool (B,): not cancelled, and occupied
+    drafting: Array  # bool (B,): its drafts may be accepted
+
+
+@struct.dataclass
+class Copy:
+    """The first ``count`` positions of slot ``source``, and all else of it, into ``target``."""
+
+    source: Array  # int32 ()
+    target: Array  # int32 ()
+    count: Array  # int32 ()
 
 
 @struct.dataclass
 class RoundOutput:
-    """One round (or a prefill, with K+1 columns too): new tokens, how many are real, drafts accepted.
+    """One round of B slots, or a prefill of one: new tokens, how many are real, drafts accepted.
 
     ``drafted`` is 0 for a prefill's token and for sequences that were not running. ``accepted``
     counts every draft that agreed, also past a stop id or the limit that cut ``count``, as vLLM does.
@@ -72,44 +102,62 @@ class RoundOutput:
     drafted: Array  # int32 (B,)
     stopped: Array  # bool (B,): ended by a stop id
     ended: Array  # bool (B,): ended by a stop id or by the limit
+    wanted: Array  # int32 (B,): how many best tokens ``logprobs`` is to tell; -1 for no report
     logprobs: LogprobReport  # of ``tokens``; zeros where no slot asked
-    prompt: LogprobReport | None = None  # of a dispatch's chunk's ``following`` (B, T): no axis of rounds
+    prompt: LogprobReport | None = None  # a prefill's: of the chunk's ``following`` (1, T)
 
 
 def empty_state(
     target: TargetConfig,
     drafter: DrafterConfig | None,
     *,
-    num_speculative_tokens: int,
     slots: int,
-    rules: RulesState,
-    limit: Array,
+    positions: int,
+    backlog: int,
+    settings: Settings,
     dtype: jnp.dtype,
     stacked: bool,
 ) -> DecodeState:
-    """A state of B idle sequences whose caches hold ``slots`` slots."""
-    batch = limit.shape[0]
+    """A state of idle slots. ``settings`` are those of one request, whatever they say."""
     t = target.block
-    target_cache = create_cache(target.num_layers, batch, t.num_kv_heads, slots, t.head_dim, dtype, stacked)
+    target_cache = create_cache(
+        target.num_layers, slots, t.num_kv_heads, positions, t.head_dim, dtype, stacked
+    )
     drafter_cache = pending = None
     if drafter is not None:
-        d, width = drafter.block, num_speculative_tokens + 1
+        d = drafter.block
         drafter_cache = create_cache(
-            drafter.num_layers, batch, d.num_kv_heads, slots, d.head_dim, dtype, False
+            drafter.num_layers, slots, d.num_kv_heads, positions, d.head_dim, dtype, False
         )
         pending = Pending(
-            tokens=jnp.zeros((batch, width), jnp.int32),
-            features=jnp.zeros((batch, width, drafter.feature_size), jnp.float32),
-            count=jnp.zeros((batch,), jnp.int32),
+            tokens=jnp.zeros((slots, backlog), jnp.int32),
+            features=jnp.zeros((slots, backlog, drafter.feature_size), jnp.float32),
+            count=jnp.zeros((slots,), jnp.int32),
         )
-    zeros = jnp.zeros((batch,), jnp.int32)
     return DecodeState(
         target_cache=target_cache,
         drafter_cache=drafter_cache,
         pending=pending,
-        length=zeros,
-        last_token=jnp.zeros((batch,), jnp.int32),
-        limit=limit,
-        ready=jnp.zeros((batch,), bool),
-        rules=rules,
+        length=jnp.zeros((slots,), jnp.int32),
+        last_token=jnp.zeros((slots,), jnp.int32),
+        ready=jnp.zeros((slots,), bool),
+        settings=jax.tree.map(lambda x: jnp.zeros((slots, *x.shape[1:]), x.dtype), settings),
     )
+
+
+def slots_of(tree: Any, slot: Array | int, count: int) -> Any:
+    """Slots ``slot``..: ``count`` of them, of leaves (B, ...). Caches, if any, stay whole."""
+
+    def take(x: Any) -> Any:
+        return x if isinstance(x, KVCache) else jax.lax.dynamic_slice_in_dim(x, slot, count, 0)
+
+    return jax.tree.map(take, tree, is_leaf=lambda x: isinstance(x, KVCache))
+
+
+def with_slots_of(tree: Any, part: Any, slot: Array | int) -> Any:
+    """The tree with what ``slots_of`` took replaced by ``part``, in place."""
+
+    def put(x: Any, new: Any) -> Any:
+        return new if isinstance(x, KVCache) else jax.lax.dynamic_update_slice_in_dim(x, new, slot, 0)
+
+    return jax.tree.map(put, tree, part, is_leaf=lambda x: isinstance(x, KVCache))

@@ -18,13 +18,9 @@ from peagle_jax.serve.metrics import Metrics
 from peagle_jax.serve.server import Server as PeagleServer
 from peagle_jax.serve.server import bind
 from peagle_jax.serve.serving import SamplingDefaults, ServedModel
-from peagle_jax.serve.unserved import PENDING
 from tests.serve.doubles import EOS, byte_tokenizer
 
 CONTEXT = 200
-
-
-PENDING.clear()  # the engine of these tests honours everything
 
 
 class Server:

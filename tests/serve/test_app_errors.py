@@ -8,7 +8,6 @@ import httpx
 import openai
 import pytest
 
-from peagle_jax.serve.unserved import PENDING
 from tests.serve.conftest import CONTEXT, chat, complete, running, user
 from tests.serve.doubles import byte_tokenizer
 from tests.serve.engine_double import ScriptedEngine, says
@@ -372,11 +371,3 @@ def test_the_server_has_lived_through_all_this(server):
 def test_prompts_times_answers_have_a_limit(server):
     error = refused(server.post("/v1/completions", prompt=["a"] * 17, n=128))
     assert (error["param"], error["message"]) == ("n", "n times the prompts must be at most 2048")
-
-
-def test_what_the_engine_cannot_do_yet_is_refused_by_name(server, monkeypatch):
-    monkeypatch.setitem(PENDING, "min_tokens", (0,))
-    assert (
-        refused(server.post("/v1/completions", prompt="x", min_tokens=2))["code"] == "unsupported_parameter"
-    )
-    assert server.post("/v1/completions", prompt="x", min_tokens=0).status_code == 200

@@ -10,7 +10,7 @@ from peagle_jax.drafter.head import draft_logits, forward_cached, fuse
 from peagle_jax.layers.attention import causal_mask
 from peagle_jax.models.stack import stack_layers, unstack_layers
 from peagle_jax.speculative.cache import create_cache, write
-from peagle_jax.speculative.decoder import Decoder, Request
+from peagle_jax.speculative.decoder import Decoder, PromptChunk, Request
 from peagle_jax.speculative.sampling import SamplingParams
 from peagle_jax.train.depth_zero import depth_zero
 from peagle_jax.train.partition import Batch, depth_zero_inputs, rollout_hidden, with_mask_row
@@ -97,14 +97,6 @@ def test_nothing_compiles_after_warm_up():
     assert compiled == []
 
 
-def test_caches_grow_without_changing_the_output(heads, monkeypatch):
-    expected, _, _ = tokens(heads["peagle", 3], PROMPTS[0], SAMPLINGS[1])
-    monkeypatch.setattr("peagle_jax.speculative.decoder.SMALLEST_CACHE", 16)
-    d = decoder("peagle", 3)
-    assert len(d._sizes) == 3
-    assert tokens(d, PROMPTS[0], SAMPLINGS[1])[0] == expected
-
-
 def test_batch_mates_rounds_and_late_reading_do_not_change_a_sequence(plain):
     d = Decoder(
         TARGET,
@@ -133,11 +125,11 @@ def test_draft_caches_after_acceptance_equal_a_fresh_prefill(heads):
 
     def drafter_cache(prompt, rounds):
         request = Request(prompt, SAMPLINGS[0], 30)
-        state = d._fresh_state([request], d._size_for(len(prompt)))
-        for start in range(0, len(prompt), d.prefill_chunk):
-            state, _ = d._dispatch(state, d._chunk([request], start))
+        for start in range(0, len(prompt), 8):
+            d.prefill([PromptChunk(0, request, prompt, start, min(8, len(prompt) - start))])
         for _ in range(rounds):
-            state, _ = d._dispatch(state, None)
+            d.round([0], 3)
+        state = d._programs.state
         committed = int(state.length[0, 0] - state.pending.count[0, 0])
         return np.asarray(state.drafter_cache.k[1])[0, 0], committed
 
@@ -244,3 +236,24 @@ def test_a_head_that_does_not_fit_is_refused_in_one_line(changes, k, words):
 def test_a_request_that_cannot_be_decoded_is_refused_before_any_work(plain, request_, words):
     with pytest.raises(ValueError, match=words):
         plain.run([request_])
+
+
+def test_synthetic_rates_accept_each_position_in_that_share_of_the_rounds():
+    rates = (0.9, 0.5, 0.5, 0.1)
+    d = decoder("peagle", 4, synthetic_rates=rates, batch=8)
+    requests = [Request([3, seed], SamplingParams(seed=seed), 40) for seed in range(8)]
+    hits, lengths = np.zeros(4), [0] * 8
+    counted = 0
+    for results in d.run(requests):
+        for i, result in enumerate(results):
+            if result is None:
+                continue
+            lengths[i] += len(result.tokens)
+            if result.drafted == 4 and lengths[i] < 40:  # the last round may be cut
+                counted += 1
+                hits += np.arange(4) < result.accepted
+                assert len(result.tokens) == result.accepted + 1
+    assert lengths == [40] * 8
+    assert counted > 80
+    np.testing.assert_allclose(hits / counted, rates, atol=4 * 0.5 / np.sqrt(counted))
+    assert hits[1] == hits[2]  # of one draw

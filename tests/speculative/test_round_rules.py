@@ -8,7 +8,7 @@ import pytest
 
 from peagle_jax.config import SpecConfig
 from peagle_jax.models.stack import stack_layers
-from peagle_jax.speculative.decoder import Decoder, Request
+from peagle_jax.speculative.decoder import Decoder, PromptChunk, Request
 from peagle_jax.speculative.rules import pack_ids
 from peagle_jax.speculative.sampling import SamplingParams
 from tests.tiny import TARGET, VOCAB, head_config, head_params, target_params
@@ -31,7 +31,7 @@ RULES = {
 }
 
 
-SIZES = dict(max_model_len=64, prefill_chunk=8, batch=4)
+SIZES = dict(max_model_len=64, prefill_chunk=8, batch=4, widths=(4,))
 CFG = head_config(num_layers=1)
 K = 4
 
@@ -53,13 +53,13 @@ class Prompter:
     """
 
     def __init__(self) -> None:
-        def draft(p, cfg, state, k):
+        def draft(p, cfg, state, k, width):
             at = state.length[:, None] + 1 + jnp.arange(k)
             return jnp.take_along_axis(p.embed, at, axis=1).astype(jnp.int32), state.drafter_cache
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("peagle_jax.speculative.round.draft_parallel", draft)
-            patch.setattr("peagle_jax.speculative.round.prefill_drafter", lambda *a: a[2])
+            patch.setattr("peagle_jax.speculative.draft.draft_parallel", draft)
+            patch.setattr("peagle_jax.speculative.draft.prefill_drafter", lambda *a: a[2])
             self._params = head_params(CFG).replace(embed=jnp.zeros((4, 80)))
             self.decoder = Decoder(TARGET, PARAMS, CFG, self._params, SpecConfig(K, "peagle"), **SIZES)
             request = Request([1] * 9, GREEDY, 9)  # traced while the head is patched
@@ -156,8 +156,7 @@ def test_an_answer_scored_again_as_a_prompt_has_the_same_reports(plain, head):
     text = [*PROMPTS[3], *answer]
     for d in (plain, head):
         again = Request(text, dataclasses.replace(GREEDY, prompt_logprobs=2), 1)
-        ((result,),) = [results for results in d.run([again]) if results[0].prompt_logprobs]
-        scored = result.prompt_logprobs
+        scored = [row for (result,) in d.run([again]) for row in result.prompt_logprobs or []]
         assert len(scored) == len(text) - 1
         assert [row.token_id for row in scored] == text[1:]
         for ours, theirs in zip(scored[-len(answer) :], reports, strict=True):
@@ -206,13 +205,15 @@ def test_a_grammar_is_kept_in_every_window_and_leaves_the_others_alone(plain, pr
 def test_a_head_sees_the_rules_of_its_target(head):
     """Drafts that a rule forbids are never accepted, so the head must not propose them."""
     allowed = tuple(range(0, VOCAB, 6))
-    sampling = dataclasses.replace(GREEDY, allowed_token_ids=allowed)
-    d = head
-    request = Request(PROMPTS[0], sampling, 30)
-    state = d._fresh_state([request], d._size_for(11))
-    for start in range(0, 11, 8):
-        state, _ = d._prefill(d._params, state, d._chunk([request], start))
-    _, window = d._draft(d._params, state, None)
-    ids = d._params[1].draft_to_target
-    drafts = np.asarray(window)[0, 0, 1:]
-    assert set(drafts.tolist()) <= set(allowed) & set(jnp.asarray(ids).tolist())
+    request = Request(PROMPTS[0], dataclasses.replace(GREEDY, allowed_token_ids=allowed), 30)
+    for start in (0, 8):
+        head.prefill([PromptChunk(0, request, request.prompt, start, min(8, 11 - start))])
+    drafted = []
+
+    def window_for(slot, drafts):
+        drafted.append(drafts)
+
+    head.guided_round([0], K, window_for)
+    ids = np.asarray(head._programs.params[1].draft_to_target)
+    assert len(drafted) == 1 and len(drafted[0]) == K
+    assert set(drafted[0]) <= set(allowed) & set(ids.tolist())

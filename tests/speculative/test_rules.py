@@ -16,7 +16,6 @@ from peagle_jax.speculative.rules import (
     only,
     pack_ids,
     rules_state,
-    set_slot,
     token_counts,
 )
 from peagle_jax.speculative.sampling import SamplingParams, choose_tokens, first_argmax
@@ -86,15 +85,6 @@ def test_counts_advance_by_the_accepted_tokens_and_only_where_they_are_needed():
     np.testing.assert_array_equal(state.counts[0], token_counts(PROMPTS[0], [*ANSWERS[0], 20, 20], V))
     np.testing.assert_array_equal(state.counts[1], 0)
     np.testing.assert_array_equal(state.counts[2], token_counts(PROMPTS[2], ANSWERS[2], V))
-
-
-def test_a_slot_is_replaced_alone_and_forgets_what_was_there():
-    old = jax.tree.map(jnp.asarray, state_of([RULES["all"]] * B))
-    row = rules_state([RULES["bias"]], [PROMPTS[1]], [STOPS[2]], V)
-    got = jax.jit(set_slot)(old, 1, row)
-    for new, before, wanted in zip(*map(jax.tree.leaves, (got, old, row)), strict=True):
-        np.testing.assert_array_equal(new[1], wanted[0])
-        np.testing.assert_array_equal(new[::2], before[::2])
 
 
 def test_a_draft_vocabulary_sees_the_rules_of_its_target_ids():

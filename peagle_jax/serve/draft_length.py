@@ -1,0 +1,92 @@
+"""How many tokens a round drafts: never slower than no head. Pure logic, no clock.
+
+A round of K drafts gives 1 + sum of P(at least j accepted), j = 1..K, tokens a sequence on average, in a
+time that depends on how many sequences it serves. The K with the most tokens a second wins.
+"""
+
+from __future__ import annotations
+
+import collections
+import statistics
+from collections.abc import Sequence
+
+MARGIN = 1.05
+"""Another K must promise that much more than the one in use, so that noise does not switch."""
+
+SAMPLES = 9
+"""Round times whose median counts: one slow round says nothing."""
+
+PROBE_EVERY = 128
+"""Rounds of a width after which one is made with a K that is not in use, to see whether times or acceptance
+have changed. It costs less than a hundredth."""
+
+TRIALS = 2
+"""Rounds that a K gets before its time is trusted."""
+
+MEMORY = 0.02
+"""Weight of one sequence's round in the running acceptance."""
+
+PRIOR = 0.7
+"""Share of drafts accepted, given that those before were, until there is evidence."""
+
+Range = tuple[int, int, int]
+"""vLLM's (first batch size, last one, K), as in ``num_speculative_tokens_per_batch_size``."""
+
+
+class DraftLength:
+    """Chooses K among ``drafts``, those that are compiled, for each round.
+
+    Args:
+        by_batch_size: fixes K by the number of running sequences instead; the largest compiled K that is
+            not above it is used, and the largest of all beyond the ranges.
+    """
+
+    def __init__(self, drafts: Sequence[int], by_batch_size: Sequence[Range] | None = None) -> None:
+        self.drafts = tuple(sorted(drafts))
+        self.rates = [PRIOR**j for j in range(1, self.drafts[-1] + 1)]
+        self._fixed = by_batch_size
+        self._times: dict[tuple[int, int], collections.deque[float]] = {}
+        self._current: dict[int, int] = {}
+        self._rounds: collections.Counter[int] = collections.Counter()
+        self._probes = 0
+
+    def choose(self, width: int, running: int) -> int:
+        """K of the next round, which serves ``running`` sequences in a program of ``width``."""
+        if self._fixed is not None:
+            wanted = next((k for first, last, k in self._fixed if first <= running <= last), self.drafts[-1])
+            return max((k for k in self.drafts if k <= wanted), default=self.drafts[0])
+        if len(self.drafts) == 1:
+            return self.drafts[0]
+        untried = [k for k in self.drafts if len(self._of(width, k)) < TRIALS]
+        if untried:
+            return untried[-1]
+        self._rounds[width] += 1
+        best = max(self.drafts, key=lambda k: self.speed(width, k))
+        current = self._current.setdefault(width, best)
+        if self.speed(width, best) > MARGIN * self.speed(width, current):
+            current = self._current[width] = best
+        if self._rounds[width] % PROBE_EVERY == 0:
+            others = [k for k in self.drafts if k != current]
+            self._probes += 1
+            return others[self._probes % len(others)]
+        return current
+
+    def _of(self, width: int, k: int) -> collections.deque[float]:
+        return self._times.setdefault((width, k), collections.deque(maxlen=SAMPLES))
+
+    def tokens(self, k: int) -> float:
+        """Tokens that a sequence may expect of a round."""
+        return 1 + sum(self.rates[:k])
+
+    def speed(self, width: int, k: int) -> float:
+        """Tokens a second and sequence; it must have been measured."""
+        return self.tokens(k) / statistics.median(self._of(width, k))
+
+    def record(self, width: int, k: int, seconds: float) -> None:
+        """The time of a dispatch that was a round and nothing else."""
+        self._of(width, k).append(max(seconds, 1e-9))
+
+    def accepted(self, accepted: int, drafted: int) -> None:
+        """What one sequence's round accepted of its drafts."""
+        for j in range(min(drafted, len(self.rates))):
+            self.rates[j] += MEMORY * ((accepted > j) - self.rates[j])

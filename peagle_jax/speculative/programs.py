@@ -1,0 +1,202 @@
+"""The compiled programs of a decoder, and the state that they hand on to each other.
+
+A program is a step of ``speculative.round`` with its static sizes: how many slots a round serves, how many
+drafts it makes, how long a prompt chunk is. The state lies in a pool of slots whose dimensions come from a
+short list (``Pool``). ``warm_up`` runs every program once, and nothing compiles after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from peagle_jax.parallel.replicate import Backend, replica_sharding, replicate
+from peagle_jax.speculative import round as steps
+from peagle_jax.speculative.round import Models
+from peagle_jax.speculative.rules import mask_words
+from peagle_jax.speculative.sizes import Pool, Sizes
+from peagle_jax.speculative.state import Chunk, Copy, DecodeState, RoundOutput, Settings, Turn, empty_state
+
+
+class Programs:
+    """Runs the steps on a state of its own, for R replicas in lockstep.
+
+    Inputs are NumPy trees with a leading axis of R; outputs are device arrays with one.
+
+    Args:
+        models: what is decoded.
+        params: the target's and the head's weights.
+        settings: of some request, for their dtypes: leaves (1, ...).
+        guided: also compile the two halves of a round, for grammars.
+    """
+
+    def __init__(
+        self,
+        models: Models,
+        params: steps.Params,
+        sizes: Sizes,
+        settings: Settings,
+        devices: Sequence[Any],
+        cache_dtype: jnp.dtype,
+        backend: Backend,
+        guided: bool,
+    ) -> None:
+        self.models, self.sizes, self.replicas, self.guided = models, sizes, len(devices), guided
+        self.compilations = 0
+        self.pool = sizes.pools[0]
+        self.params = params
+        self._devices, self._backend, self._settings = list(devices), backend, settings
+        self._dtype = cache_dtype
+        self._cached: dict[tuple, Callable] = {}
+        self._state: DecodeState | None = None
+        self._pending = 0  # rows that may wait for the drafter in any running slot
+
+    # -- programs ----------------------------------------------------------------------------
+
+    def _program(self, step: Callable[..., Any], donate: bool = True, **static: Any) -> Callable[..., Any]:
+        key = (step, *sorted(static.items()))
+        if key not in self._cached:
+            bound = partial(step, **static)
+
+            def counted(*arguments: Any) -> Any:
+                self.compilations += 1
+                return bound(*arguments)
+
+            self._cached[key] = replicate(counted, self._devices, self._backend, donate)
+        return self._cached[key]
+
+    def _run(self, step: Callable[..., Any], inputs: Any, donate: bool = True, **static: Any) -> Any:
+        program = self._program(step, donate, **static)
+        state, self._state = (
+            self.state,
+            None,
+        )  # donated: a failed call leaves none, and the next one starts anew
+        self._state, output = program(self.params, state, inputs)
+        return output
+
+    @property
+    def state(self) -> DecodeState:
+        """The state; idle slots of the current pool if there is none."""
+        if self._state is None:
+            self._state, self._pending = self._empty(self.pool), 0
+        return self._state
+
+    def _empty(self, pool: Pool) -> DecodeState:
+        def create() -> DecodeState:
+            state = empty_state(
+                self.models.target,
+                self.models.drafter,
+                slots=pool.slots,
+                positions=pool.positions,
+                backlog=self.sizes.backlog,
+                settings=self._settings,
+                dtype=self._dtype,
+                stacked=self.params[0].is_stacked,
+            )
+            return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.replicas, *x.shape)), state)
+
+        key = (pool,)
+        if key not in self._cached:
+            self._cached[key] = jax.jit(create, out_shardings=replica_sharding(self._devices))
+        return self._cached[key]()
+
+    def start_over(self, pool: Pool) -> None:
+        """Idle slots in a pool, whatever there was."""
+        self.pool, self._state = pool, None
+
+    # -- steps -------------------------------------------------------------------------------
+
+    def prefill(self, chunk: Chunk) -> RoundOutput:
+        """A chunk a replica; see ``round.run_prefill``."""
+        self._pending = max(self._pending, 1)
+        return self._run(steps.run_prefill, chunk, models=self.models)
+
+    def rounds(self, turn: Turn, width: int, k: int) -> RoundOutput:
+        """Rounds of K drafts for the first ``width`` slots of each replica."""
+        count = self.sizes.rounds
+        self._make_room(width, k, count)
+        return self._run(steps.run_rounds, turn, models=self.models, width=width, k=k, rounds=count)
+
+    def draft(self, turn: Turn, width: int, k: int) -> jax.Array:
+        """The first half of a guided round: the window (R, width, K + 1) that wants masks."""
+        self._make_room(width, k, 1)
+        return self._run(steps.run_draft, turn, models=self.models, width=width, k=k)
+
+    def verify(self, turn: Turn, window: np.ndarray, masks: np.ndarray) -> RoundOutput:
+        """The second half: the window, perhaps with other drafts, and masks uint32 (..., ceil(V/32))."""
+        inputs = (turn, window, masks)
+        return self._run(steps.run_verify, inputs, models=self.models, width=window.shape[1])
+
+    def copy(self, copy: Copy) -> None:
+        """A slot copied to another of its replica."""
+        self._run(steps.run_copy, copy)
+
+    def reshape(self, pool: Pool, order: np.ndarray) -> None:
+        """Changes the pool; slot i becomes the old slot ``order[r, i]``."""
+        self._run(steps.run_reshape, order.astype(np.int32), donate=False, positions=pool.positions)
+        self.pool = pool
+
+    def _make_room(self, width: int, k: int, rounds: int) -> None:
+        """Lets the drafter catch up, if a round needs it: drafts start from at most K_max + 1 rows."""
+        if self.models.drafter is None:
+            return
+        fits = (
+            self._pending <= self.models.most_drafts + 1
+            if k
+            else self._pending + rounds <= self.sizes.backlog
+        )
+        if not fits:
+            self.catch_up(width)
+        self._pending = k + 1 if k else self._pending + rounds
+
+    def catch_up(self, width: int) -> None:
+        """The drafter reads what plain rounds left for it."""
+        self._run(steps.run_catch_up, None, models=self.models, width=width)
+        self._pending = 1
+
+    # -- warm-up -----------------------------------------------------------------------------
+
+    def warm_up(self, progress: Callable[[str], None], idle: Callable[[int], Chunk], still: Turn) -> None:
+        """Runs every program once on idle slots; ``progress`` is told before each.
+
+        ``idle(T)`` is a chunk of T and no tokens. ``still`` is a turn of no slot, of the first pool.
+        """
+        pools = list(self.sizes.pools)
+        for i, pool in enumerate(pools):
+            self.start_over(pool)
+            where = f"{pool.slots} slots of {pool.positions}" if len(pools) > 1 else ""
+            turn = jax.tree.map(lambda x, pool=pool: x[:, : pool.slots], still)
+
+            def tell(what: str, where: str = where) -> None:
+                progress(f"{what}, {where}" if where else what)
+
+            for chunk in self.sizes.chunks:
+                tell(f"prompt chunk of {chunk}")
+                self.prefill(idle(chunk))
+            for width in self.sizes.widths_of(pool):
+                for k in self.sizes.drafts:
+                    tell(f"round of {width} sequences, K = {k}")
+                    self.rounds(turn, width, k)
+                    if self.guided and k == self.models.most_drafts:
+                        window = self.draft(turn, width, k)
+                        shape = (*window.shape, mask_words(self.models.target.vocab_size))
+                        masks = np.full(shape, 0xFFFFFFFF, np.uint32)
+                        self.verify(turn, np.zeros(window.shape, np.int32), masks)
+                if self.models.drafter is not None and 0 in self.sizes.drafts:
+                    self.catch_up(width)
+            if pool.slots > 1:
+                tell("copy of a slot")
+                zeros = np.zeros(self.replicas, np.int32)
+                self.copy(Copy(zeros, zeros, zeros))
+            neighbours = [pools[j] for j in (i - 1, i + 1) if 0 <= j < len(pools)]
+            for other in neighbours:
+                tell(f"change to {other.slots} slots of {other.positions}")
+                self.reshape(other, np.zeros((self.replicas, other.slots), np.int32))
+                self.start_over(pool)
+        self.start_over(pools[0])
+        jax.block_until_ready(self.state)

@@ -1,0 +1,84 @@
+"""Chosen lengths on simulated machines: never slower than the best fixed one, but for the cost of knowing."""
+
+import random
+
+import pytest
+
+from peagle_jax.serve.draft_length import DraftLength
+
+
+class Machine:
+    """A round takes longer by its rows; drafts are accepted one after another with ``rate``."""
+
+    def __init__(self, fixed: float, per_row: float, draft: float, rate: float, noise: float = 0.1) -> None:
+        self.fixed, self.per_row, self.draft, self.rate, self.noise = fixed, per_row, draft, rate, noise
+        self.rng = random.Random(3)
+
+    def seconds(self, width: int, k: int) -> float:
+        return self.fixed + self.per_row * width * (k + 1) + (self.draft * width if k else 0)
+
+    def round(self, width: int, k: int) -> tuple[float, list[int]]:
+        accepted = []
+        for _ in range(width):
+            n = 0
+            while n < k and self.rng.random() < self.rate:
+                n += 1
+            accepted.append(n)
+        return self.seconds(width, k) * self.rng.uniform(1, 1 + 2 * self.noise), accepted
+
+    def speed(self, width: int, k: int) -> float:
+        """Expected tokens a second of a fixed K."""
+        return width * sum(self.rate**j for j in range(k + 1)) / self.seconds(width, k) / (1 + self.noise)
+
+
+def run(chooser: DraftLength, machine: Machine, width: int, rounds: int) -> tuple[float, list[int]]:
+    """Tokens a second over ``rounds`` rounds, and the K of each."""
+    tokens = seconds = 0.0
+    chosen = []
+    for _ in range(rounds):
+        k = chooser.choose(width, width)
+        chosen.append(k)
+        time, accepted = machine.round(width, k)
+        chooser.record(width, k, time)
+        for n in accepted:
+            if k:
+                chooser.accepted(n, k)
+            tokens += n + 1
+        seconds += time
+    return tokens / seconds, chosen
+
+
+@pytest.mark.parametrize("width", [1, 4, 16, 64])
+@pytest.mark.parametrize("rate", [0.05, 0.4, 0.75, 0.95])
+def test_at_every_width_and_acceptance_the_best_fixed_length_is_nearly_reached(width, rate):
+    machine = Machine(fixed=20, per_row=0.25, draft=0.3, rate=rate)
+    chooser = DraftLength((0, 2, 5))
+    speed, _ = run(chooser, machine, width, 1500)
+    best = max(machine.speed(width, k) for k in (0, 2, 5))
+    assert speed > 0.95 * best
+
+
+def test_lengths_nearly_as_good_do_not_take_turns():
+    machine = Machine(fixed=20, per_row=0.25, draft=0.3, rate=0.5, noise=0.15)
+    chooser = DraftLength((0, 2, 5))
+    run(chooser, machine, 8, 300)
+    _, chosen = run(chooser, machine, 8, 1000)
+    most = max(set(chosen), key=chosen.count)
+    assert sum(k != most for k in chosen) < 30
+
+
+def test_a_change_of_the_text_is_noticed_in_both_directions():
+    chooser = DraftLength((0, 5))
+    good, bad = (Machine(fixed=20, per_row=2.0, draft=1, rate=rate) for rate in (0.9, 0.02))
+    assert run(chooser, good, 4, 200)[1][-1] == 5
+    assert run(chooser, bad, 4, 200)[1][-1] == 0
+    assert run(chooser, good, 4, 1500)[1].count(5) > 500
+
+
+def test_lengths_fixed_by_batch_size_need_no_measurement():
+    chooser = DraftLength((0, 2, 5), by_batch_size=[(1, 4, 5), (5, 16, 3), (17, 64, 0)])
+    assert [chooser.choose(64, n) for n in (1, 4, 5, 16, 17, 64, 65)] == [5, 5, 2, 2, 0, 0, 5]
+
+
+def test_one_compiled_length_is_the_choice():
+    assert DraftLength((3,)).choose(8, 2) == 3

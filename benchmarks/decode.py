@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import track
 
 from peagle_jax import commands, generate
-from peagle_jax.arguments import run_command
+from peagle_jax.arguments import CommandError, run_command
 from peagle_jax.speculative.sampling import SamplingParams
 from peagle_jax.speculative.statistics import AcceptanceStatistics
 
@@ -117,6 +117,8 @@ def main() -> int:
             loaded = commands.load(None, head, k, dtype=args.dtype)
             kind = loaded.head.config.method if loaded.head else "plain"
             name = f"{kind} K={k}" + (f" {Path(head).name}" if head and len(heads) > 1 else "")
+            if name in [method.name for method in methods]:
+                raise CommandError(f"two heads' folders are named {Path(str(head)).name}; rename one of them")
             methods.append(Method(name, loaded, args.max_model_len))
     report: dict[str, Any] = {
         **describe_machine(("jax", "jaxlib", "numpy")),

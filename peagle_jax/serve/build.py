@@ -15,14 +15,12 @@ from peagle_jax.serve.draft_length import DraftLength
 from peagle_jax.serve.engine import Engine
 from peagle_jax.serve.speculative_config import SpeculativeOptions
 from peagle_jax.speculative.decoder import Decoder
+from peagle_jax.speculative.sizes import widths_of
 
 log = logging.getLogger(__name__)
 
 CPU_SEQUENCES = 8
 """Requests at once on CPU: more only share its cores."""
-
-CPU_WIDTHS = (1, 3, 8, 22, 64, 170)
-"""Slots that a round may serve on CPU: far apart, since each costs half a minute or so of compilation."""
 
 SEQUENCES = 64
 
@@ -46,21 +44,22 @@ def sequences(options: EngineOptions) -> int:
 
 
 def widths(slots: int) -> tuple[int, ...] | None:
-    """The slots that a round may serve; None leaves it to the decoder."""
+    """The slots that a round may serve; None leaves it to the decoder. On CPU two sequences take little less
+    time than four, and each width half a minute or so of compilation."""
     if jax.default_backend() != "cpu":
         return None
-    return (*(w for w in CPU_WIDTHS if w < slots), slots)
+    return tuple(w for w in widths_of(slots) if w != 2 or w == slots)
 
 
 def draft_lengths(most: int, speculative: SpeculativeOptions) -> set[int]:
-    """The K that rounds may have: none and all, or those that were fixed by hand.
+    """The K that rounds may have: none, half and all, or those that were fixed by hand.
 
     Raises:
         CommandError: one is above ``most``, what the head drafts.
     """
     rows = speculative.num_speculative_tokens_per_batch_size
     if rows is None:
-        return {0, most}
+        return {0, -(-most // 2), most}
     above = next((k for _, _, k in rows if k > most), None)
     if above is not None:
         raise CommandError(

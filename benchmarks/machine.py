@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -30,8 +31,11 @@ def describe_machine(packages: tuple[str, ...]) -> dict[str, object]:
         "python": platform.python_version(),
         "packages": {name: importlib.metadata.version(name) for name in packages},
         "commit": commit,
-        # Files are named without their folders, which mean nothing elsewhere.
-        "command": " ".join(
-            ["python", sys.argv[0], *(Path(a).name if "/" in a else a for a in sys.argv[1:])]
-        ),
+        "command": " ".join(["python", sys.argv[0], *map(without_folders, sys.argv[1:])]),
     }
+
+
+def without_folders(word: str) -> str:
+    """A word of a command, JSON too, whose files are named without their folders: those mean nothing
+    elsewhere."""
+    return re.sub(r"[^\s\"',=]*/(?=[^/\s\"',])", "", word)

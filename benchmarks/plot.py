@@ -1,4 +1,5 @@
-"""The picture of a result of decode.py: tokens/s of each method, and how deep drafts are accepted.
+"""The picture of a result. Of decode.py: tokens/s of each method, and how deep drafts are accepted. Of
+serve.py: tokens/s and time per token of each server over the number of clients.
 
     python benchmarks/plot.py benchmarks/results/decode-cpu.json benchmarks/results/decode-cpu.svg
 
@@ -21,7 +22,7 @@ except ImportError:
 matplotlib.use("svg")
 from matplotlib import pyplot as plt
 
-COLOURS = ("#9aa5b1", "#2563eb", "#d97706", "#059669", "#be185d")
+COLOURS = ("#9aa5b1", "#2563eb", "#d97706", "#059669", "#be185d", "#7c3aed")
 PLAIN = "plain"
 
 
@@ -71,22 +72,57 @@ def draw_acceptance(axes: Any, sets: dict[str, Any], methods: list[str]) -> None
     axes.legend(frameon=False, fontsize=8)
 
 
+def draw_decode(axes: Any, report: dict[str, Any]) -> str:
+    """Both parts of a result of decode.py; returns the title."""
+    sets = report["sets"]
+    methods = [key for key in next(iter(sets.values())) if key != "prompts"]
+    draw_speed(axes[0], sets, methods)
+    draw_acceptance(axes[1], sets, methods)
+    return f"SmolLM2-135M-Instruct, {report['dtype']}, {report['cores']} CPU cores"
+
+
+def draw_serve(axes: Any, report: dict[str, Any]) -> str:
+    """A line a server: tokens/s of all clients, and the median time of a token; returns the title."""
+    measured = {name: entry for name, entry in report["servers"].items() if entry["points"]}
+    levels = sorted({p["concurrency"] for entry in measured.values() for p in entry["points"]})
+    for i, (name, entry) in enumerate(measured.items()):
+        clients = [p["concurrency"] for p in entry["points"]]
+        rates = [p["output_tokens_per_second"] for p in entry["points"]]
+        times = [p["time_per_output_token_ms"]["median"] for p in entry["points"]]
+        style: dict[str, Any] = {
+            "color": COLOURS[i % len(COLOURS)],
+            "marker": "os^vDP"[i % 6],
+            "markersize": 4,
+        }
+        style["linestyle"] = "--" if name.startswith("vllm") else "-"
+        axes[0].plot(clients, rates, label=name, **style)
+        axes[1].plot(clients, times, label=name, **style)
+    for part, label in zip(axes, ("output tokens/s", "ms per output token, median"), strict=True):
+        part.set_xscale("log", base=2)
+        part.set_xticks(levels, [str(level) for level in levels])
+        part.minorticks_off()
+        part.set_xlabel("clients")
+        part.set_ylabel(label)
+        part.set_ylim(bottom=0)
+    axes[0].legend(frameon=False, fontsize=8)
+    dtypes = {entry["dtype"].split()[0] for entry in measured.values() if "dtype" in entry}
+    dtype = " or ".join(sorted(dtypes)) or report["dtype"]
+    return f"{report['output_tokens']} tokens an answer, greedy, {dtype}, {report['cores']} CPU cores"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("result", type=Path, help="the JSON of decode.py")
+    parser.add_argument("result", type=Path, help="the JSON of decode.py or serve.py")
     parser.add_argument("picture", type=Path, help="the .svg or .png to write")
     args = parser.parse_args()
     report = json.loads(args.result.read_text())
-    sets = report["sets"]
-    methods = [key for key in next(iter(sets.values())) if key != "prompts"]
     figure, axes = plt.subplots(1, 2, figsize=(9.5, 3.6), layout="constrained")
-    draw_speed(axes[0], sets, methods)
-    draw_acceptance(axes[1], sets, methods)
+    title = draw_serve(axes, report) if "servers" in report else draw_decode(axes, report)
     for part in axes:
         part.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(f"SmolLM2-135M-Instruct, {report['dtype']}, {report['cores']} CPU cores", fontsize=10)
+    figure.suptitle(title, fontsize=10)
     plt.rcParams["svg.hashsalt"] = "peagle_jax"  # equal input, equal file
     figure.savefig(args.picture, metadata={"Date": None} if args.picture.suffix == ".svg" else None)
     return 0

@@ -32,6 +32,7 @@ MAX_LINES = 400
 
 # Tests of the whole rather than of one module.
 WITHOUT_COUNTERPART = (
+    "tests/benchmarks",  # of benchmarks/
     "tests/parity",
     "tests/packaging",
     "tests/test_layout.py",

@@ -22,7 +22,7 @@ except ImportError:
 matplotlib.use("svg")
 from matplotlib import pyplot as plt
 
-COLOURS = ("#9aa5b1", "#2563eb", "#d97706", "#059669", "#be185d", "#7c3aed")
+COLOURS = ("#9aa5b1", "#2563eb", "#d97706", "#059669", "#be185d", "#7c3aed", "#0e7490")
 PLAIN = "plain"
 
 
@@ -42,19 +42,30 @@ def draw_speed(axes: Any, sets: dict[str, Any], methods: list[str]) -> None:
         labels = [f"{rate:.0f}" for rate in rates]
         if method != PLAIN:
             ratios = [s[method]["speedup"] for s in sets.values()]
-            labels = [f"{label}\n{ratio:.2f}x" for label, ratio in zip(labels, ratios, strict=True)]
-        axes.bar_label(bars, labels, fontsize=8, padding=2)
+            few = len(methods) <= 4
+            labels = [
+                f"{label}\n{ratio:.2f}x" if few else f"{ratio:.2f}x"
+                for label, ratio in zip(labels, ratios, strict=True)
+            ]
+        axes.bar_label(bars, labels, fontsize=7, padding=2)
     axes.set_xticks(range(len(sets)), [f"{name} ({s['prompts']})" for name, s in sets.items()])
     axes.set_ylabel("tokens/s, batch 1, greedy")
-    axes.margins(y=0.22)
-    axes.legend(frameon=False, fontsize=8, loc="upper left")
+    axes.margins(y=0.45)
+    axes.legend(frameon=False, fontsize=8, loc="upper left", ncols=2)
+
+
+def deepest(result: dict[str, Any], methods: list[str]) -> list[str]:
+    """Of each head the method with the largest K: those of smaller ones have the same lines, but shorter."""
+    drafting = sorted((m for m in methods if m != PLAIN), key=lambda m: result[m]["num_speculative_tokens"])
+    heads = {m.replace(f" K={result[m]['num_speculative_tokens']}", "", 1): m for m in drafting}
+    return [m for m in methods if m in heads.values()]
 
 
 def draw_acceptance(axes: Any, sets: dict[str, Any], methods: list[str]) -> None:
-    """A line a set and method: the share of rounds that accept at least j drafts."""
+    """A line a set and head: the share of rounds that accept at least j drafts."""
     names = short(methods)
     for i, (name, result) in enumerate(sets.items()):
-        for j, method in enumerate(m for m in methods if m != PLAIN):
+        for j, method in enumerate(deepest(result, methods)):
             shares = result[method]["acceptance_per_position"]
             length = result[method]["mean_acceptance_length"]
             axes.plot(

@@ -64,7 +64,7 @@ def main() -> int:
     add = parser.add_argument
     add("--lengths", type=numbers, default=[8192, 32768, 131072], help="tokens of a sequence")
     add("--topology", default="v5e:2x2", help="libtpu's name; one chip of it is compiled for")
-    add("--segment-rows", type=int, default=1024, help="about how many mask rows a segment holds")
+    add("--segment-rows", type=int, default=512, help="about how many mask rows a segment holds")
     add("--depths", type=int, default=8, help="K")
     add("--ratio", type=float, default=0.8, help="r")
     shape = {"layers": 4, "hidden": 2880, "intermediate": 14336, "heads": 64, "kv-heads": 8, "head-dim": 64}

@@ -47,6 +47,17 @@ def fuse(p: DrafterParams, cfg: DrafterConfig, features: Float[Array, "... c"]) 
     return g if p.fc_bias is None else g + p.fc_bias
 
 
+def head_inputs(
+    p: DrafterParams, cfg: DrafterConfig, tokens: Int[Array, "... w"], g: Float[Array, "... w d"]
+) -> tuple[Float[Array, "... w d"], Float[Array, "... w e"]]:
+    """The first layer's residual stream, and what its q, k and v read instead of it (2D wide)."""
+    eps = cfg.block.rms_norm_eps
+    e = table_rows(p.embed, tokens)
+    normed = rms_norm(g, p.hidden_norm, eps)
+    x = jnp.concatenate([rms_norm(e, p.layers[0].attn_norm, eps), normed], axis=-1)
+    return (normed if cfg.norm_before_residual else g), x
+
+
 def run_head(
     p: DrafterParams,
     cfg: DrafterConfig,
@@ -60,12 +71,8 @@ def run_head(
     Returns the pre-norm hidden states and each layer's own (k, v). The pre-norm state is what
     EAGLE-3 feeds back as the next g.
     """
-    eps = cfg.block.rms_norm_eps
     tables = rope_tables(cfg.block.rope, cfg.block.head_dim, positions)
-    e = table_rows(p.embed, tokens)
-    normed = rms_norm(g, p.hidden_norm, eps)
-    x = jnp.concatenate([rms_norm(e, p.layers[0].attn_norm, eps), normed], axis=-1)
-    h = normed if cfg.norm_before_residual else g
+    h, x = head_inputs(p, cfg, tokens, g)
     rows = []
     for i, layer in enumerate(p.layers):
         h, kv = run_block(layer, cfg.block, h, tables, attends[i], x if i == 0 else None)

@@ -60,59 +60,94 @@ def _is_primal(x: Any) -> bool:
     return hasattr(x, "perturbed")
 
 
-Body = Callable[[Any, Any, Any], tuple[jax.Array, Any]]
-"""(shared, of this segment, constants of this segment) -> (loss, sums to report)."""
+Stage = Callable[[Any, Any, Any], Any]
+"""(its shared values, state of this segment, constants of this segment) -> the next state; the last stage
+gives (loss, sums to report). States are floating-point."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def summed(body: Body, place: Callable[[Any], Any], shared: Any, each: Any, constants: Any) -> Any:
-    """(sum of losses, sum of reports) of ``body`` over the leading axis of ``each`` and ``constants``.
+def summed(
+    stages: tuple[Stage, ...], place: Callable[[Any], Any], shared: tuple, each: Any, constants: Any
+) -> Any:
+    """(sum of losses, sum of reports) of ``stages`` over the leading axis of ``each``, the first states,
+    and of ``constants``. ``shared`` holds what each stage reads in every segment.
 
     The loss is differentiable by ``shared`` and ``each``, the reports by nothing. Gradients add up in
-    float32, where ``place`` puts a gradient of ``shared``; leaves that nobody differentiates cost none.
+    float32, where ``place`` puts those of a stage; leaves that nobody differentiates cost none. One
+    stage's gradients of a segment are alive at a time.
     """
     del place
 
     def step(carry: Any, xs: Any) -> tuple[Any, None]:
-        return jax.tree.map(jnp.add, carry, body(shared, *xs)), None
+        return jax.tree.map(jnp.add, carry, _run(stages, shared, *xs)), None
 
-    return jax.lax.scan(step, _zeros(body, shared, each, constants), (each, constants))[0]
+    return jax.lax.scan(step, _zeros(stages, shared, each, constants), (each, constants))[0]
 
 
-def _zeros(body: Body, shared: Any, each: Any, constants: Any) -> Any:
+def _run(stages: tuple[Stage, ...], shared: tuple, state: Any, constants: Any) -> Any:
+    for stage, own in zip(stages, shared, strict=True):
+        state = stage(own, state, constants)
+    return state
+
+
+def _zeros(stages: tuple[Stage, ...], shared: tuple, each: Any, constants: Any) -> Any:
     first = jax.tree.map(lambda x: x[0], (each, constants))
-    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(body, shared, *first))
+    found = jax.eval_shape(partial(_run, stages), shared, *first)
+    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), found)
 
 
 def _forward(
-    body: Body, place: Callable[[Any], Any], shared: Any, each: Any, constants: Any
+    stages: tuple[Stage, ...], place: Callable[[Any], Any], shared: Any, each: Any, constants: Any
 ) -> tuple[Any, Any]:
-    learned = learned_of(shared)
+    learned = [learned_of(own) for own in shared]
     shared, each, constants = values_of((shared, each, constants))
+    some = [which.pick(own) for which, own in zip(learned, shared, strict=True)]
 
-    def loss(some: list[jax.Array | None], x: Any, fixed: Any) -> tuple[jax.Array, Any]:
-        return body(learned.put(some, shared), x, fixed)
+    def placed(which: Learned, gradient: list[jax.Array | None]) -> Any:
+        """Float32, under the names of a stage's shared values; None stays None."""
+        return place(which.put([None if g is None else g.astype(jnp.float32) for g in gradient], None))
 
-    some = learned.pick(shared)
+    def one(gradient: list[Any], state: Any, fixed: Any) -> tuple[Any, list[Any], Any]:
+        """A segment's sums, all gradients with its own added, and that of its first state."""
 
-    def step(carry: Any, xs: Any) -> tuple[Any, Any]:
-        sums, gradient = carry
-        found, (d_some, d_each) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(some, *xs)
-        gradient = jax.tree.map(lambda a, d: a + d, gradient, placed(d_some))
-        return (jax.tree.map(jnp.add, sums, found), gradient), d_each
+        def function(i: int) -> Callable[[list[jax.Array | None], Any], Any]:
+            return lambda some, state: stages[i](learned[i].put(some, shared[i]), state, fixed)
 
-    def placed(gradient: list[jax.Array | None]) -> Any:
-        """Float32, under the names of ``shared``; None stays None."""
-        return place(learned.put([None if g is None else g.astype(jnp.float32) for g in gradient], None))
+        gradient, pulls, last = list(gradient), [], len(stages) - 1
+        for i in range(last):
+            state, pull = jax.vjp(function(i), some[i], state)
+            pulls.append(pull)
+        loss, pull, reports = jax.vjp(function(last), some[last], state, has_aux=True)
+        pulls.append(pull)
+        d = jnp.ones_like(loss)
+        for i in reversed(range(len(pulls))):
+            d_some, d = pulls[i](d)
+            total = jax.tree.map(jnp.add, gradient[i], placed(learned[i], d_some))
+            # Left to itself the compiler adds late, and keeps the gradients of all stages until then.
+            gradient[i], d = jax.lax.optimization_barrier((total, d))
+        return (loss, reports), gradient, d
 
-    none = placed([None if v is None else jnp.zeros(v.shape) for v in some])
-    start = (_zeros(body, shared, each, constants), none)
-    (sums, gradient), d_each = jax.lax.scan(step, start, (each, constants))
-    return sums, (gradient, d_each, shared)
+    def step(carry: Any, xs: Any) -> tuple[Any, None]:
+        sums, gradient, each = carry
+        index, fixed = xs
+        x = jax.tree.map(lambda whole: jax.lax.dynamic_index_in_dim(whole, index, keepdims=False), each)
+        found, gradient, d_x = one(gradient, x, fixed)
+        # Nobody reads a segment's part again, so its gradient takes that place.
+        each = jax.tree.map(lambda e, d: jax.lax.dynamic_update_index_in_dim(e, d, index, 0), each, d_x)
+        return (jax.tree.map(jnp.add, sums, found), gradient, each), None
+
+    none = [[None if v is None else jnp.zeros(v.shape) for v in own] for own in some]
+    gradient = [placed(which, zeros) for which, zeros in zip(learned, none, strict=True)]
+    start = (_zeros(stages, shared, each, constants), gradient, each)
+    count = jax.tree.leaves(each)[0].shape[0]
+    (sums, gradient, d_each), _ = jax.lax.scan(step, start, (jnp.arange(count), constants))
+    return sums, (tuple(gradient), d_each, shared)
 
 
-def _backward(body: Body, place: Callable[[Any], Any], residual: Any, cotangent: Any) -> tuple[Any, Any, Any]:
-    del body, place
+def _backward(
+    stages: tuple[Stage, ...], place: Callable[[Any], Any], residual: Any, cotangent: Any
+) -> tuple[Any, Any, Any]:
+    del stages, place
     gradient, d_each, shared = residual
     factor = materialised(cotangent[0])
 
@@ -120,7 +155,9 @@ def _backward(body: Body, place: Callable[[Any], Any], residual: Any, cotangent:
         return None if d is None else (d * factor).astype(value.dtype)
 
     d_shared = jax.tree.map(scaled, gradient, shared, is_leaf=lambda x: x is None)
-    return d_shared, jax.tree.map(lambda d: d * factor, d_each), None
+    d_each = jax.tree.map(lambda d: d * factor, d_each)
+    # Whoever goes on from here shall not do so beside the wide sums.
+    return *jax.lax.optimization_barrier((d_shared, d_each)), None
 
 
 summed.defvjp(_forward, _backward, symbolic_zeros=True)

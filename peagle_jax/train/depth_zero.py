@@ -8,6 +8,7 @@ that nothing but keys, values and their cotangents grows with the row.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -93,30 +94,37 @@ def _in_chunks(
     return hidden[:, :n], [(k[:, :n], v[:, :n]) for k, v in context]
 
 
+def _cut(tree: Any, start: Array, length: int) -> Any:
+    """``length`` positions of (B, n, ...) arrays."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, length, 1), tree)
+
+
+def _put(tree: Any, rows: Any, start: Array) -> Any:
+    return jax.tree.map(lambda x, r: jax.lax.dynamic_update_slice_in_dim(x, r, start, 1), tree, rows)
+
+
+Hold = Callable[[int, tuple[Array, Array]], tuple[Array, Array]]
+"""(layer, a chunk's own keys and values (B, chunk, G, H)) -> those of the whole row, (B, n, G, H)."""
+
+
 def _chunk_rows(
     cfg: DrafterConfig,
     segment_ids: Array,
     params: DrafterParams,
-    context: Context,
     embedded: Array,
     inputs: Positions,
     start: Array,
-) -> tuple[Array, Context]:
-    """Hidden states (B, chunk, D) and own keys and values of one chunk, over the context before it."""
+    hold: Hold,
+) -> Array:
+    """Hidden states (B, chunk, D) of the chunk at ``start``."""
     b, c = inputs.tokens.shape
     dtype = params.fc.dtype
-    index = start + jnp.arange(c)
-    own: Context = []
+    queries = inputs.segment_ids, start + jnp.arange(c)
 
     def attend_for(layer: int):
         def attend(q: Array, k: Array, v: Array) -> Array:
-            new = k.astype(dtype), v.astype(dtype)
-            own.append(new)
-            keys, values = (
-                jax.lax.dynamic_update_slice_in_dim(old, x, start, 1)
-                for old, x in zip(context[layer], new, strict=True)
-            )
-            return packed_attention(q, keys, values, segment_ids, dtype, queries=(inputs.segment_ids, index))
+            whole = hold(layer, (k.astype(dtype), v.astype(dtype)))
+            return packed_attention(q, *whole, segment_ids, dtype, queries=queries)
 
         return attend
 
@@ -124,26 +132,7 @@ def _chunk_rows(
     tokens = jnp.arange(b * c).reshape(b, c)
     g = fuse(params, cfg, inputs.features)
     attends = [attend_for(i) for i in range(cfg.num_layers)]
-    hidden, _ = run_head(table, cfg, tokens, g, inputs.positions, attends)
-    return hidden, own
-
-
-def _split(x: Array, chunk: int) -> Array:
-    """(B, n, ...) -> (chunks, B, chunk, ...)."""
-    return x.reshape(x.shape[0], -1, chunk, *x.shape[2:]).swapaxes(0, 1)
-
-
-def _joined(x: Array) -> Array:
-    x = x.swapaxes(0, 1)
-    return x.reshape(x.shape[0], -1, *x.shape[3:])
-
-
-def _starts(inputs: Positions, chunk: int) -> Array:
-    return jnp.arange(0, inputs.tokens.shape[1], chunk)
-
-
-def _at(context: Context, rows: Context, start: Array) -> Context:
-    return jax.tree.map(lambda old, x: jax.lax.dynamic_update_slice_in_dim(old, x, start, 1), context, rows)
+    return run_head(table, cfg, tokens, g, inputs.positions, attends)[0]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -155,14 +144,20 @@ def _chunked(
     shape = (b, n, cfg.block.num_kv_heads, cfg.block.head_dim)
     empty = [(jnp.zeros(shape, params.fc.dtype),) * 2 for _ in range(cfg.num_layers)]
 
-    def step(context: Context, xs: tuple[Positions, Array]) -> tuple[Context, Array]:
-        rows = table_rows(table, xs[0].tokens)
-        hidden, own = _chunk_rows(cfg, inputs.segment_ids, params, context, rows, *xs)
-        return _at(context, own, xs[1]), hidden
+    def step(carry: tuple[Array, Context], start: Array) -> tuple[tuple[Array, Context], None]:
+        hidden, context = carry[0], list(carry[1])
+        own = _cut(inputs, start, chunk)
 
-    xs = jax.tree.map(partial(_split, chunk=chunk), inputs), _starts(inputs, chunk)
-    context, hidden = jax.lax.scan(step, empty, xs)
-    return _joined(hidden), context
+        def hold(layer: int, new: tuple[Array, Array]) -> tuple[Array, Array]:
+            context[layer] = _put(context[layer], new, start)
+            return context[layer]
+
+        rows = _chunk_rows(cfg, inputs.segment_ids, params, table_rows(table, own.tokens), own, start, hold)
+        return (_put(hidden, rows, start), context), None
+
+    states = jnp.zeros((b, n, cfg.hidden_size), jnp.float32)
+    found, _ = jax.lax.scan(step, (states, empty), jnp.arange(0, n, chunk))
+    return cast(tuple[Array, Context], found)
 
 
 def _forward(cfg: DrafterConfig, chunk: int, params: Any, table: Any, inputs: Any) -> tuple[Any, Any]:
@@ -172,39 +167,63 @@ def _forward(cfg: DrafterConfig, chunk: int, params: Any, table: Any, inputs: An
     return out, (learned, params, table, inputs, out[1])
 
 
+@jax.custom_vjp
+def _held(context: Array, total: Array, new: Array, start: Array) -> Array:
+    """``context``, which holds ``new`` already. The gradient of ``total`` is ``total`` with that of the
+    result added, and so complete at the rows of ``new`` once all later chunks have added theirs."""
+    del total, new, start
+    return context
+
+
+def _hold(context: Array, total: Array, new: Array, start: Array) -> tuple[Array, tuple]:
+    return context, (total, new, start)
+
+
+def _add_held(saved: tuple[Array, Array, Array], d: Array) -> tuple[None, Array, Array, None]:
+    total, new, start = saved
+    total = total + d.astype(total.dtype)
+    return None, total, _cut(total, start, new.shape[1]).astype(new.dtype), None
+
+
+_held.defvjp(_hold, _add_held)
+
+
 def _backward(cfg: DrafterConfig, chunk: int, residual: Any, cotangents: Any) -> tuple[Any, Any, Any]:
     (learned, embeds), params, table, inputs, context = cast(
         tuple[tuple[Learned, Learned], DrafterParams, Array, Positions, Context], residual
     )
     d_hidden, d_context = materialised(cotangents)
+    # What the compiler makes of the table for its reader shall not live between the two passes.
+    table, d_hidden = jax.lax.optimization_barrier((table, d_hidden))
     some = learned.pick(params)
 
-    def step(carry: tuple, xs: tuple) -> tuple[tuple, Array | None]:
-        d_some, d_context = carry
-        d_hidden, own_inputs, start = xs
+    def step(carry: tuple, start: Array) -> tuple[tuple, None]:
+        d_some, d_context, d_rows = carry
+        own = _cut(inputs, start, chunk)
 
-        def rows(some: Any, context: Context, embedded: Array) -> tuple[Array, Context]:
+        def rows(some: Any, totals: Context, embedded: Array) -> Array:
+            def hold(layer: int, new: tuple[Array, Array]) -> tuple[Array, Array]:
+                return jax.tree.map(lambda *xs: _held(*xs, start), context[layer], totals[layer], new)
+
             whole = learned.put(some, params)
-            return _chunk_rows(cfg, inputs.segment_ids, whole, context, embedded, own_inputs, start)
+            return _chunk_rows(cfg, inputs.segment_ids, whole, embedded, own, start, hold)
 
-        own = jax.tree.map(
-            lambda d, k: jax.lax.dynamic_slice_in_dim(d, start, chunk, 1).astype(k.dtype), d_context, context
-        )
-        _, pull = jax.vjp(rows, some, context, table_rows(table, own_inputs.tokens))
-        more_some, more_context, d_rows = pull((d_hidden, own))
-        add = partial(jax.tree.map, lambda total, d: total + d.astype(total.dtype))
+        _, pull = jax.vjp(rows, some, d_context, table_rows(table, own.tokens))
+        more_some, d_context, more_rows = pull(_cut(d_hidden, start, chunk))
+        d_some = jax.tree.map(lambda total, d: total + d.astype(total.dtype), d_some, more_some)
         # A table's gradient in every chunk would be a table for each, so its rows wait for the end.
-        return (add(d_some, more_some), add(d_context, more_context)), d_rows if any(embeds.flags) else None
+        return (d_some, d_context, None if d_rows is None else _put(d_rows, more_rows, start)), None
 
     def zeros(tree: Any) -> Any:
         return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), tree)
 
-    xs = jax.tree.map(partial(_split, chunk=chunk), (d_hidden, inputs))
-    start = zeros(some), jax.tree.map(lambda d: d.astype(jnp.float32), d_context)
-    (d_some, _), d_rows = jax.lax.scan(step, start, (*xs, _starts(inputs, chunk)), reverse=True)
+    wide = jax.tree.map(lambda d: d.astype(jnp.float32), d_context)
+    carry = zeros(some), wide, zeros(d_hidden) if any(embeds.flags) else None
+    starts = jnp.arange(0, inputs.tokens.shape[1], chunk)
+    (d_some, _, d_rows), _ = jax.lax.scan(step, carry, starts, reverse=True)
     d_table = None
     if d_rows is not None:
-        d_table = jax.vjp(lambda t: table_rows(t, inputs.tokens), table)[1](_joined(d_rows))[0]
+        d_table = jax.vjp(lambda t: table_rows(t, inputs.tokens), table)[1](d_rows)[0]
     gradient = jax.tree.map(lambda d, w: d.astype(w.dtype), d_some, some)
     return learned.put(gradient, None), d_table, None
 

@@ -6,9 +6,9 @@ depth-0 rows up to its anchor and its own rollout's rows up to its depth (p-eagl
 
 Depth-0 rows never see mask rows, so they run once, as an ordinary causal pass that leaves each
 layer's keys and values. Segments of rollouts then read those, and each row's at most K-1 rollout
-mates, as two parts of one softmax. Each segment's gradient is taken with its loss, and those of the
-weights and of the depth-0 keys and values add up over the scan (accumulation.py), so that the gradients
-are those of the flat N x K pass, while no row is computed twice and one segment is alive at a time.
+mates, as two parts of one softmax. Each segment's gradient is taken with its loss, layer by layer, and
+those of the weights and of the depth-0 keys and values add up over the scan (accumulation.py), so that the
+gradients are those of the flat N x K pass, while no row is computed twice and one segment is alive at a time.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ from flax import struct
 from jaxtyping import Array, Float
 
 from peagle_jax.config import DrafterConfig
-from peagle_jax.drafter.head import DrafterParams, draft_logits, fuse, run_head
+from peagle_jax.drafter.head import DrafterParams, draft_logits, fuse, head_inputs
 from peagle_jax.layers.attention import NEGATIVE, grouped, rows_at_once
+from peagle_jax.layers.block import run_block
 from peagle_jax.layers.linear import table_rows, vocabulary_product
+from peagle_jax.layers.rope import rope_tables
 from peagle_jax.parallel.rules import constrain, split_as_stored
 from peagle_jax.parallel.sequence import WHOLE, SequenceParts
 from peagle_jax.train.accumulation import summed
@@ -34,7 +36,7 @@ from peagle_jax.train.losses import LossKind, Metrics, agrees, distillation_loss
 from peagle_jax.train.remat import Remat, rematerialised
 
 Shared = tuple[DrafterParams, Context]
-"""What all segments read and learn: the head, and each layer's depth-0 keys and values."""
+"""What a stage reads and learns in every segment: weights, and depth-0 keys and values of its layer."""
 
 
 @struct.dataclass
@@ -210,6 +212,40 @@ def with_mask_row(params: DrafterParams, cfg: DrafterConfig) -> DrafterParams:
     return params.replace(embed=table_rows(params.embed, jnp.array([cfg.mask_token_id])))
 
 
+def rollout_layer(
+    layer: int,
+    params: DrafterParams,
+    cfg: DrafterConfig,
+    batch: Batch,
+    kv: tuple[Array, Array],
+    rollouts: tuple[Array, Array],
+    counts: tuple[int, ...],
+    h: Float[Array, "b m d"] | None,
+) -> Float[Array, "b m d"]:
+    """One layer of a segment's mask rows, anchors and lengths ``rollouts``, over its depth-0 ``kv``,
+    each (B, n, G, H). Layer 0 makes its own input, with ``params`` as ``with_mask_row`` gives them.
+    """
+    anchor, depth, real = segment_rows(batch, *rollouts, counts)
+    along = jnp.arange(batch.tokens.shape[1])
+
+    def sees(anchor: Array, ids: Array, real: Array) -> Array:
+        same = batch.segment_ids[:, None] == ids[..., None]
+        return (along <= anchor[..., None]) & same & real[..., None]
+
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        rows = (anchor, jnp.take_along_axis(batch.segment_ids, anchor, axis=1), real)
+        return rollout_attention(q, k, v, kv, sees, rows, counts, params.layers[layer].wq.dtype)
+
+    positions = jnp.take_along_axis(batch.positions, anchor, axis=1) + depth
+    x = None
+    if h is None:
+        # Every mask row has the same input, so fc and the first projections run for one row.
+        g = fuse(params, cfg, cast(Array, params.mask_hidden).reshape(1, 1, -1))
+        h, x = head_inputs(params, cfg, jnp.zeros((1, 1), jnp.int32), g)
+    tables = rope_tables(cfg.block.rope, cfg.block.head_dim, positions)
+    return run_block(params.layers[layer], cfg.block, h, tables, attend, x)[0]
+
+
 def rollout_hidden(
     params: DrafterParams,
     cfg: DrafterConfig,
@@ -223,23 +259,21 @@ def rollout_hidden(
 
     ``params`` are those of ``with_mask_row``.
     """
-    anchor, depth, real = segment_rows(batch, anchors, lengths, counts)
-    along = jnp.arange(batch.tokens.shape[1])
+    h = None
+    for layer, kv in enumerate(context):
+        h = rollout_layer(layer, params, cfg, batch, kv, (anchors, lengths), counts, h)
+    return cast(Array, h)
 
-    def sees(anchor: Array, ids: Array, real: Array) -> Array:
-        same = batch.segment_ids[:, None] == ids[..., None]
-        return (along <= anchor[..., None]) & same & real[..., None]
 
-    rows = (anchor, jnp.take_along_axis(batch.segment_ids, anchor, axis=1), real)
-    positions = jnp.take_along_axis(batch.positions, anchor, axis=1) + depth
-    dtype = params.fc.dtype
-    attends = [
-        lambda q, k, v, kv=kv: rollout_attention(q, k, v, kv, sees, rows, counts, dtype) for kv in context
-    ]
-    # Every mask row has the same input, so fc and the first projections run for one row.
-    token = jnp.zeros((1, 1), jnp.int32)
-    g = fuse(params, cfg, cast(Array, params.mask_hidden).reshape(1, 1, -1))
-    return run_head(params, cfg, token, g, positions, attends)[0]
+def _split_by_stage(params: DrafterParams, context: Context) -> tuple[Shared, ...]:
+    """What each layer reads, and then what the loss does."""
+    nothing = jax.tree.map(lambda _: None, params)
+    layers = []
+    for i, kv in enumerate(context):
+        blocks = tuple(p if j == i else None for j, p in enumerate(params.layers))
+        first = params.replace(final_norm=None, lm_head=None, draft_to_target=None) if i == 0 else nothing
+        layers.append((first.replace(layers=blocks), [kv]))
+    return *layers, (nothing.replace(layers=(), final_norm=params.final_norm, lm_head=params.lm_head), [])
 
 
 def peagle_loss(
@@ -264,7 +298,8 @@ def peagle_loss(
     """
     depths = len(depth_counts) + 1
     weights = jnp.ones((depths,)) if depth_weights is None else jnp.array(depth_weights[:depths])
-    labels0, flags0 = (parts.split(x) for x in (shifted(batch.target_hidden, 1), supervised(batch)))
+    flags0 = parts.split(supervised(batch))
+    along = parts.split(jnp.broadcast_to(jnp.arange(batch.tokens.shape[1]), batch.tokens.shape))
     # From here on every part reads the rows of the others.
     batch = batch.replace(
         segment_ids=parts.everywhere(batch.segment_ids),
@@ -290,20 +325,30 @@ def peagle_loss(
             return x
         return constrain(x.reshape(-1, parts.count, *x.shape[1:]), None, "sequence", "batch", None)
 
-    def sums(shared: Shared, hidden: Array, labels: Array, real: Array, rollouts: tuple) -> Metrics:
-        params, context = shared
-        depth = jnp.zeros((hidden.shape[1],), jnp.int32)
+    def layer(i: int, shared: Shared, state: tuple[Array, ...], constants: tuple) -> tuple[Array, ...]:
+        """State: hidden states (B, rows, D) of depth 0, and of the mask rows from the first layer on."""
+        params, [kv] = shared
+        hidden, *h = state
+
+        def part(rollouts: tuple, *h: Array) -> Array:
+            before = h[0] if h else None
+            return rollout_layer(i, params, cfg, batch, kv, rollouts, depth_counts, before)
+
+        return hidden, parts.map(part, constants[-1], *h)
+
+    def sums(
+        params: DrafterParams, state: tuple[Array, ...], anchor: Array, real: Array, rollouts: tuple
+    ) -> Metrics:
+        depth = jnp.zeros((anchor.shape[1],), jnp.int32)
         if depth_counts:
             anchors, lengths = rollouts
-            rows = rollout_hidden(params, cfg, batch, context, anchors, lengths, depth_counts)
-            anchor, row_depth, row_real = segment_rows(batch, anchors, lengths, depth_counts)
-            at = jnp.minimum(anchor + row_depth + 1, batch.tokens.shape[1] - 1)
-            row_labels = jnp.take_along_axis(batch.target_hidden, at[..., None], axis=1)
-            hidden = jnp.concatenate([hidden, rows], axis=1)
-            labels = jnp.concatenate([labels, row_labels], axis=1)
+            row_anchor, row_depth, row_real = segment_rows(batch, anchors, lengths, depth_counts)
+            anchor = jnp.concatenate([anchor, row_anchor], axis=1)
             real = jnp.concatenate([real, row_real], axis=1)
             depth = jnp.concatenate([depth, row_depth])
-        loss, correct = row_losses(params, cfg, target_head, hidden, labels, kind)
+        at = jnp.minimum(anchor + depth + 1, batch.tokens.shape[1] - 1)
+        labels = jnp.take_along_axis(batch.target_hidden, at[..., None], axis=1)
+        loss, correct = row_losses(params, cfg, target_head, jnp.concatenate(state, axis=1), labels, kind)
         per_depth = jax.nn.one_hot(depth, depths)
 
         def by_depth(x: Array) -> Array:
@@ -312,17 +357,19 @@ def peagle_loss(
         ones = jnp.ones_like(loss)
         return Metrics(by_depth(loss), by_depth(correct * ones), by_depth(ones))
 
-    def segment(shared: Shared, hidden: Array, constants: tuple) -> tuple[Array, Metrics]:
-        metrics = parts.total(parts.map(partial(sums, shared), hidden, *constants))
+    def losses(shared: Shared, state: tuple[Array, ...], constants: tuple) -> tuple[Array, Metrics]:
+        metrics = parts.total(parts.map(partial(sums, shared[0]), state, *constants))
         return jnp.sum(metrics.loss_sum * weights), metrics
 
     def place(gradient: Shared) -> Shared:
         return split_as_stored(gradient[0]), gradient[1]
 
     rollouts = (abreast(batch.anchors), abreast(batch.lengths)) if depth_counts else ()
-    constants = (chunks(labels0), chunks(flags0), rollouts)
+    constants = (chunks(along), chunks(flags0), rollouts)
     masked = with_mask_row(params, cfg) if depth_counts else params.replace(embed=None)
-    shared = (masked, context)
-    found = summed(rematerialised(segment, remat), place, shared, chunks(hidden0), constants)
+    stages = (*(partial(layer, i) for i in range(cfg.num_layers if depth_counts else 0)), losses)
+    shared = _split_by_stage(masked, context)[-len(stages) :]
+    run = tuple(rematerialised(stage, remat) for stage in stages)
+    found = summed(run, place, shared, (chunks(hidden0),), constants)
     total, metrics = cast(tuple[Array, Metrics], found)
     return total / jnp.maximum(metrics.count.sum(), 1.0), jax.lax.stop_gradient(metrics)

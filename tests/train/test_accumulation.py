@@ -23,7 +23,19 @@ def body(shared, x, c):
 
 
 def by_summed(shared, x, c):
-    return summed(body, lambda tree: tree, shared, x, c)
+    return summed((body,), lambda tree: tree, (shared,), x, c)
+
+
+def by_stages(shared, x, c):
+    def first(own, x, c):
+        return x @ own["w"].astype(jnp.float32), 2 * x
+
+    def second(own, state, c):
+        y = jnp.tanh(state[0] + own["fixed"])
+        return jnp.sum(y.sum(-1) * c), {"rows": jnp.float32(len(state[1])), "largest": y.max()}
+
+    split = ({"w": shared["w"]}, {"fixed": shared["fixed"], "ids": shared["ids"]})
+    return summed((first, second), lambda tree: tree, split, x, c)
 
 
 def by_loop(shared, x, c):
@@ -43,9 +55,10 @@ def derivatives(function, shared, x, c, learned):
 def test_values_reports_and_gradients_are_those_of_a_loop():
     shared, x, c = inputs()
     for learned in (["w", "fixed"], ["w"], ["fixed"]):
-        ours = derivatives(by_summed, shared, x, c, learned)
         theirs = derivatives(by_loop, shared, x, c, learned)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), ours, theirs)
+        for function in (by_summed, by_stages):
+            ours = derivatives(function, shared, x, c, learned)
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), ours, theirs)
 
 
 def test_without_a_gradient_it_is_a_plain_sum():
@@ -73,7 +86,7 @@ def test_gradients_of_narrow_weights_add_up_in_float32():
         def body(w, x, c):
             return jnp.sum(w.astype(jnp.float32) * c + x), jnp.float32(0)
 
-        return summed(body, lambda tree: tree, w, each, constants)[0]
+        return summed((body,), lambda tree: tree, (w,), each, constants)[0]
 
     assert float(jax.grad(loss)(w)[0]) == 300
 
@@ -86,7 +99,7 @@ def test_place_sees_every_gradient_under_its_own_name():
         seen.append({name: None if leaf is None else leaf.dtype for name, leaf in tree.items()})
         return tree
 
-    jax.grad(lambda w: summed(body, place, {**shared, "w": w}, x, c)[0])(shared["w"])
+    jax.grad(lambda w: summed((body,), place, ({**shared, "w": w},), x, c)[0])(shared["w"])
     assert seen
     for tree in seen:
         assert tree == {"w": jnp.float32, "fixed": None, "ids": None}

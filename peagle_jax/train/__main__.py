@@ -140,6 +140,9 @@ def main(argv: list[str] | None = None) -> int:
     """Returns the exit status: 2 for input that cannot be used, told in one line."""
     words = list(sys.argv[1:] if argv is None else argv)
     command = words.pop(0) if words and words[0] in COMMANDS else "run"
+    if command == "run" and words and not words[0].startswith("-"):
+        known = ", ".join(DESCRIPTIONS)
+        parser(command).error(f"no command is named {words[0][:40]!r}; expected {known}, or none to train")
     arguments = parser(command).parse_args(words)
 
     distributed = command == "run" and arguments.distributed

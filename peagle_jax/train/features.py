@@ -15,7 +15,7 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -304,11 +304,12 @@ def compute_folder(
     *,
     batch_rows: int,
     shard_rows: int,
+    files: Sequence[str] = (),
     advance: Callable[[int], None] = lambda tokens: None,
 ) -> int:
     """Computes every shard that is not there yet, and compares the others with their checksums;
     returns how many were computed. Several processes may work on one folder; a killed one leaves a
-    hidden .part folder behind, which nothing reads.
+    hidden .part folder behind, which nothing reads. ``files`` are the names of the data, to be kept.
 
     Raises TrainError: the folder belongs to another identity, a shard is damaged, or the disk is
     too small.
@@ -333,7 +334,7 @@ def compute_folder(
         )
     if not begun:
         folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / "manifest.json", manifest)
+        write_json(folder / "manifest.json", manifest | {"files": list(files)})
     written = 0
     for split in SPLITS:
         for i, count in enumerate(plan[split]):

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from filelock import FileLock, Timeout
 from rich.console import Console
 
 from peagle_jax.train.checkpoints import Checkpoints, Progress
@@ -27,11 +28,12 @@ from peagle_jax.train.places import check_writable
 from peagle_jax.train.processes import StopVote, all_failed, check_agreement, is_main
 from peagle_jax.train.progress import progress_bar
 from peagle_jax.train.recipe import Recipe, TrainError, recipe_dict
-from peagle_jax.train.records import HUB
+from peagle_jax.train.records import file_names
 from peagle_jax.train.setup import Setup, build
 from peagle_jax.train.step import StepReport, TrainState, make_evaluation, make_optimizer, make_step, schedule
 
 LOG = "metrics.jsonl"
+LOCK = "run.lock"
 
 
 def total_steps(recipe: Recipe, rows: int) -> int:
@@ -66,8 +68,7 @@ def stop_requests() -> Iterator[threading.Event]:
 def head_metadata(setup: Setup, step: int, steps: int, results: dict[str, Any]) -> dict[str, Any]:
     """What an exported head says about itself; folders of the machine are left out."""
     recipe = recipe_dict(setup.recipe)
-    files = recipe["data"]["files"]
-    recipe["data"]["files"] = [f if f.startswith(HUB) else Path(f).name for f in files]
+    recipe["data"]["files"] = file_names(recipe["data"]["files"])
     recipe["init"]["head"] = recipe["init"]["head"] and Path(recipe["init"]["head"]).name
     del recipe["output"], recipe["features"]["folder"], recipe["features"]["also"]
     return {"target": setup.target.name, "step": step, "steps": steps, "recipe": recipe, **results}
@@ -92,6 +93,21 @@ def check_output(recipe: Recipe) -> None:
     read_lines(output / LOG)
 
 
+def lock_output(output: Path) -> FileLock:
+    """Keeps other runs out of the folder until it is released or the process ends, however it does.
+
+    Raises TrainError: another run is in it.
+    """
+    lock = FileLock(output / LOCK)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise TrainError(
+            f"another run writes to {output} now; wait until it has ended, stop it, or choose another output"
+        ) from error
+    return lock
+
+
 class Training:
     """One run, from its start or its last checkpoint on. ``state`` is donated to every step.
 
@@ -104,6 +120,7 @@ class Training:
         self.setup, self.console, self.placement = setup, console, placement
         self.output = Path(recipe.output)
         self.output.mkdir(parents=True, exist_ok=True)
+        self.lock = lock_output(self.output) if is_main() else None
         self.steps = total_steps(recipe, len(setup.train))
         check_agreement("recipe, target or data", (recipe_dict(recipe), setup.identity))
         dtype = setup.frozen.embed.dtype
@@ -166,6 +183,7 @@ class Training:
     def run(self, stop: threading.Event) -> None:
         """Trains until the last step, the end of patience or ``stop``; the last state is saved."""
         every, vote = self.setup.recipe.run.checkpoint_every, StopVote(stop)
+        self.console.print("compiling a step; on a CPU that takes a minute or so", highlight=False)
         with progress_bar(self.console, "steps") as bar:
             task = bar.add_task("training", total=self.steps, completed=self.done, note="")
             self.advance = lambda **fields: bar.update(task, **fields)
@@ -282,6 +300,8 @@ class Training:
         self.batches.close()
         self.checkpoints.close()
         self.log.close()
+        if self.lock is not None:
+            self.lock.release()
 
 
 def train(recipe: Recipe, console: Console) -> Path:

@@ -18,7 +18,7 @@ from peagle_jax.train.places import check_writable
 from peagle_jax.train.progress import progress_bar
 from peagle_jax.train.ranges import COUNT_OR_NONE, check_number
 from peagle_jax.train.recipe import Recipe, TrainError
-from peagle_jax.train.records import read_records
+from peagle_jax.train.records import file_names, read_records
 from peagle_jax.train.tokens import (
     ConversationEncoder,
     Document,
@@ -126,6 +126,7 @@ def compute_features(recipe: Recipe, console: Console, dry_run: bool = False) ->
             identity,
             batch_rows=store.batch_rows,
             shard_rows=store.shard_rows,
+            files=file_names(recipe.data.files),
             advance=advance,
         )
     console.print(f"{written} shards computed; {store.folder} is complete")

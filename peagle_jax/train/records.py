@@ -7,16 +7,22 @@ import hashlib
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from peagle_jax.train.recipe import TrainError
 
 HUB = "hf://"
+
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"} | {
     role: role for role in ("user", "assistant", "system", "tool")
 }
+
+
+def file_names(files: Sequence[str]) -> list[str]:
+    """Names of data files without this machine's folders."""
+    return [name if name.startswith(HUB) else Path(name).name for name in files]
 
 
 class RecordError(TrainError):

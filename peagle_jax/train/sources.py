@@ -13,6 +13,7 @@ from peagle_jax.config import default_taps
 from peagle_jax.train import features, prepare
 from peagle_jax.train.data import MemoryRows, Rows, RowStore
 from peagle_jax.train.recipe import Recipe, TrainError
+from peagle_jax.train.records import file_names
 
 
 @dataclasses.dataclass
@@ -72,6 +73,12 @@ def _stored(recipe: Recipe) -> Source:
         raise TrainError(
             f"{recipe.features.folder} holds features of {manifest['target']} with other weights than "
             f"{target.name} in {manifest['dtype']}; compute them again or name that target"
+        )
+    made_of, named = manifest.get("files") or [], file_names(recipe.data.files)
+    if made_of and made_of != named:
+        raise TrainError(
+            f"{recipe.features.folder} holds features of {', '.join(made_of)}, but data.files names "
+            f"{', '.join(named)}; compute features of these into another features.folder, or name those"
         )
     width = target.config.hidden_size
     if manifest["hidden_size"] != width:

@@ -13,7 +13,7 @@ import pytest
 from peagle_jax.checkpoint.head import load_head
 from peagle_jax.train import loop
 from peagle_jax.train.data import indices_of_step
-from peagle_jax.train.loop import total_steps, train
+from peagle_jax.train.loop import lock_output, total_steps, train
 from peagle_jax.train.prepare import compute_features
 from peagle_jax.train.recipe import TrainError
 from tests.tiny import TARGET
@@ -99,6 +99,18 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(prepared, console,
             assert found[record["step"]] == pytest.approx(record["loss"], rel=1e-6)
     held = {r["step"]: r["validation_loss"] for r in lines(prepared) if "validation_loss" in r}
     assert held[8] == pytest.approx(expected[-1]["validation_loss"], rel=1e-6)
+
+
+def test_two_runs_never_write_to_one_folder(prepared, console):
+    recipe = tiny_run.recipe(prepared, optimizer={"steps": 1})
+    Path(recipe.output).mkdir()
+    lock = lock_output(Path(recipe.output))
+    with pytest.raises(TrainError, match="another run writes to .* choose another output"):
+        train(recipe, console)
+    assert not list(Path(recipe.output).glob("checkpoints/*"))
+    lock.release()
+    train(recipe, console)
+    lock_output(Path(recipe.output)).release()  # the run has let go of it
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,11 @@ def test_a_manifest_of_another_width_than_the_targets_is_refused(prepared):
         open_source(tiny_run.recipe(prepared))
 
 
+def test_stored_features_of_other_data_are_refused(prepared):
+    with pytest.raises(TrainError, match=r"holds features of data.jsonl, but data.files names nope.jsonl"):
+        open_source(tiny_run.recipe(prepared, data={"files": ["elsewhere/nope.jsonl"]}))
+
+
 def test_prompts_carry_loss_online_too(prepared):
     recipe = tiny_run.recipe(prepared, features=ONLINE, loss={"on_prompts": True})
     source = open_source(recipe)

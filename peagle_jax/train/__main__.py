@@ -151,10 +151,16 @@ def main(argv: list[str] | None = None) -> int:
         try:
             if command == "run":
                 check_processes(arguments)
-            dispatch(command, arguments, Console(soft_wrap=True))
+            dispatch(command, arguments, Console(soft_wrap=True, markup=False))
         except ValueError as error:  # configs, vocabularies and data have errors of their own
             raise CommandError(str(error)) from error
         except RuntimeError as error:
+            if "RESOURCE_EXHAUSTED" in str(error):
+                reason = " ".join(str(error).split())[:200]
+                raise CommandError(
+                    f"the memory does not suffice ({reason}); lower optimizer.micro_rows, "
+                    "optimizer.batch_rows or features.row_length, raise cod.segments, or take a smaller head"
+                ) from error
             if not distributed:
                 raise
             raise CommandError(

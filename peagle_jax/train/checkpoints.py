@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from peagle_jax.train.faults import not_finite
 from peagle_jax.train.recipe import TrainError
 from peagle_jax.train.step import TrainState
 
@@ -131,7 +132,7 @@ class Checkpoints:
             raise TrainError(f"{self.folder} holds no checkpoint")
         try:
             found = self.manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
-        except (ValueError, OSError, KeyError, RecursionError) as error:
+        except Exception as error:
             raise self._unreadable(step, error) from error
         if not isinstance(found, dict):
             raise self._unreadable(step, f"its run is {type(found).__name__}, expected an object")
@@ -152,9 +153,13 @@ class Checkpoints:
             state = self.manager.restore(
                 step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
             )["state"]
-        except (ValueError, OSError, KeyError) as error:
+            progress = Progress(**progress)
+        except Exception as error:  # damaged files end in errors of every kind, bare Exception among them
             raise self._unreadable(step, error) from error
-        return state, Progress(**progress)
+        bad = not_finite(state.params)
+        if bad is not None:
+            raise self._unreadable(step, f"{bad} is not finite in it")
+        return state, progress
 
     def _unreadable(self, step: int, reason: object) -> TrainError:
         words = " ".join(str(reason).split())[:200]

@@ -53,7 +53,7 @@ class RowStore:
                 )
             for i in range(len(manifest["shards"][split])):
                 name = features.shard_name(split, i)
-                shard = features.read_shard(folder, name, manifest["dtype"])
+                shard = features.read_shard(folder, name, manifest["dtype"], manifest["vocab_size"])
                 found = (*shard["features"].shape[1:], shard["hidden"].shape[2])
                 wanted = (self.row_length, len(stored) * self.width, self.width)
                 if found != wanted:

@@ -1,4 +1,4 @@
-"""A step whose loss is not finite: which step, which weight, which rows."""
+"""A step whose loss or weights are not finite: which step, which weight, which rows."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from peagle_jax.train.recipe import TrainError
@@ -38,3 +39,26 @@ def check_finite(report: StepReport, params: Any, step: int, batch_rows: Callabl
         f"{batch_rows(step)}; the last checkpoint is kept. Lower optimizer.learning_rate, or set "
         "head.norm_before_fc"
     )
+
+
+@jax.jit
+def _all_finite(weights: list[jax.Array]) -> jax.Array:
+    return jnp.array([jnp.isfinite(w).all() for w in weights])
+
+
+def not_finite(params: Any) -> str | None:
+    """The first weight that holds a value that is not finite; None if there is none."""
+    found = jax.tree_util.tree_leaves_with_path(params)
+    sound = np.asarray(_all_finite([w for _, w in found]))
+    paths = [jax.tree_util.keystr(path) for path, _ in found]
+    return next((path for path, fine in zip(paths, sound, strict=True) if not fine), None)
+
+
+def check_weights(params: Any, step: int) -> None:
+    """Raises TrainError naming the first weight that the update of ``step`` has made infinite or NaN."""
+    bad = not_finite(params)
+    if bad is not None:
+        raise TrainError(
+            f"step {step}: {bad} is not finite after its update; the last checkpoint is kept. Lower "
+            "optimizer.learning_rate or optimizer.weight_decay"
+        )

@@ -117,7 +117,9 @@ def check_manifest(folder: Path, wanted: dict[str, Any]) -> bool:
     if not (folder / "manifest.json").exists():
         return False
     found = read_manifest(folder)
-    for key, value in wanted.items():
+    # What can be told goes before digests, which change with it.
+    for key in sorted(wanted, key=lambda key: key in ("data", "weights", "shards")):
+        value = wanted[key]
         if found.get(key) != value:
             shown = "" if key in ("data", "weights", "shards") else f" {found.get(key)}, not {value}"
             raise TrainError(
@@ -214,8 +216,8 @@ def write_shard(folder: Path, name: str, arrays: dict[str, np.ndarray]) -> None:
             raise
 
 
-def read_shard(folder: Path, name: str, dtype: str) -> dict[str, np.ndarray]:
-    """A shard's arrays, memory-mapped. Raises TrainError: the shard is missing or cut."""
+def read_shard(folder: Path, name: str, dtype: str, vocab_size: int) -> dict[str, np.ndarray]:
+    """A shard's arrays, memory-mapped. Raises TrainError: the shard is missing, cut or damaged."""
     where = folder / name
     if not where.is_dir():
         raise TrainError(
@@ -239,6 +241,18 @@ def read_shard(folder: Path, name: str, dtype: str) -> dict[str, np.ndarray]:
                 f"delete {where} and compute it again"
             )
         out[key] = array.view(ml_dtypes.bfloat16) if expected == np.uint16 else array
+    for key, least, most in (
+        ("tokens", 0, vocab_size - 1),
+        ("segment_ids", -1, rows[1] - 1),
+        ("positions", 0, rows[1] - 1),
+        ("flags", 0, 1),
+    ):
+        array = out[key]
+        if array.size and not least <= array.min() <= array.max() <= most:
+            raise TrainError(
+                f"{where}/{key}.npy holds {array.min()} to {array.max()}, expected {least} to {most}: it is "
+                f"damaged; delete {where} and compute it again"
+            )
     return out
 
 

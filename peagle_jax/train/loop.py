@@ -21,7 +21,7 @@ from peagle_jax.train.checkpoints import Checkpoints, Progress
 from peagle_jax.train.data import BatchLoader, indices_of_step
 from peagle_jax.train.evaluation import DecodeEvaluation, validate
 from peagle_jax.train.export import export_head
-from peagle_jax.train.faults import check_finite, row_names
+from peagle_jax.train.faults import check_finite, check_weights, row_names
 from peagle_jax.train.metrics import MetricsLog, Window, open_board, read_lines, shown
 from peagle_jax.train.placement import Placement, make_placement
 from peagle_jax.train.places import check_writable
@@ -257,8 +257,10 @@ class Training:
         return better and run.keep_best
 
     def save(self) -> None:
-        """Starts to write a checkpoint of the state after the last step. Raises TrainError."""
+        """Starts to write a checkpoint of the state after the last step. Raises TrainError: it cannot be
+        written, or is not worth it, with weights that are not finite."""
         self.settle()
+        check_weights(self.state.params, self.done)
         self.log.flush()
         self.progress.window, self.progress.position = self.window.saved(), self.batches.state()
         self.checkpoints.save(self.done, self.state, self.progress)

@@ -148,6 +148,9 @@ def check_unicode(record: dict[str, Any], keys: Iterable[str]) -> None:
     for key in keys:
         try:
             json.dumps({key: record.get(key)}, ensure_ascii=False, default=str).encode()
+        except RecursionError:
+            where = getattr(record, "where", "a record")
+            raise RecordError("nested too deeply", f"{where}: its {key} is nested too deeply") from None
         except UnicodeEncodeError:
             message = f"{name_of(record)}: its {key} is not valid Unicode: half of a surrogate pair is in it"
             raise RecordError("not valid Unicode", message) from None

@@ -229,7 +229,20 @@ def regenerate(options: Options, console: Console, model: LoadedTarget | None = 
     """
     check(options)
     records = enumerate(read_records(options.prompts, options.limit))
-    conversations = [start_conversation(record, number) for number, record in records]
+    # An id is answered once: a run that goes on could not tell a second record of it from the first.
+    unique: dict[str, Conversation] = {}
+    count = 0
+    for number, record in records:
+        conversation = start_conversation(record, number)
+        first = unique.setdefault(record_id(conversation.record), conversation)
+        if first.turns != conversation.turns:
+            raise TrainError(
+                f"{name_of(record)} has the id of another record with other text; give each an id of its own"
+            )
+        count += 1
+    conversations = list(unique.values())
+    if count > len(unique):
+        console.print(f"{count - len(unique)} records repeat one before them; left out")
     if model is None:
         model = load_target(options.model, dtype=jnp.dtype(options.dtype), tokenizer=options.tokenizer)
     out = Path(options.out)
@@ -240,6 +253,7 @@ def regenerate(options: Options, console: Console, model: LoadedTarget | None = 
         return 0
     encoder = ConversationEncoder(model.tokenizer, model.config.eos_token_ids, dict(options.template))
     decoder = make_decoder(options, model)
+    console.print("compiling; the first answers come after that")
     out.parent.mkdir(parents=True, exist_ok=True)
     added = tokens = 0
     with out.open("a", encoding="utf-8") as file, progress_bar(console, "records") as bar:

@@ -74,6 +74,13 @@ def _stored(recipe: Recipe) -> Source:
             f"{recipe.features.folder} holds features of {manifest['target']} with other weights than "
             f"{target.name} in {manifest['dtype']}; compute them again or name that target"
         )
+    for key in ("dtype", "row_length"):
+        asked = getattr(recipe.features, key)
+        if manifest[key] != asked:
+            raise TrainError(
+                f"{recipe.features.folder} holds features of {key} {manifest[key]}, but features.{key} is "
+                f"{asked}; set it to that, or compute features into another folder"
+            )
     made_of, named = manifest.get("files") or [], file_names(recipe.data.files)
     if made_of and made_of != named:
         raise TrainError(

@@ -83,6 +83,21 @@ def test_a_disk_that_refuses_is_told_in_one_line(checkpoints, tmp_path, monkeypa
     assert str(tmp_path) in str(raised.value) and "\n" not in str(raised.value)
 
 
+def test_damage_is_told_in_one_line(checkpoints, tmp_path):
+    checkpoints.save(3, state(3), Progress())
+    ruined = state(4).replace(params={"w": jnp.full((3, 5), np.nan)})
+    checkpoints.save(4, ruined, Progress())
+    checkpoints.wait()
+    with pytest.raises(TrainError, match=r"checkpoint 4 .* \['w'\] is not finite in it; delete its folder"):
+        checkpoints.restore(state(0), 4)
+    for path in (tmp_path / "3" / "state").rglob("d/*"):
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    again = Checkpoints(tmp_path, 2, {"seed": 1})
+    with pytest.raises(TrainError, match=r"checkpoint 3 .* cannot be read: .*; delete its folder"):
+        again.restore(state(0), 3)
+    again.close()
+
+
 def test_a_folder_that_is_no_checkpoint_is_told_in_one_line(checkpoints, tmp_path):
     checkpoints.save(1, state(1), Progress())
     checkpoints.wait()

@@ -58,7 +58,7 @@ def test_stored_rows_equal_each_document_run_alone(prepared, tiny_target):
 def test_every_document_is_in_one_split(prepared, tiny_target, conversations):
     rows = {
         split: np.concatenate(
-            [features.read_shard(prepared / "features", n, "float32")["tokens"] for n in names]
+            [features.read_shard(prepared / "features", n, "float32", 10**6)["tokens"] for n in names]
         )
         for split, names in (
             (s, sorted(p.name for p in (prepared / "features").glob(f"{s}-*"))) for s in features.SPLITS
@@ -189,7 +189,7 @@ def test_bfloat16_survives_storage(tmp_path):
     small = np.zeros((1, 4), np.int32)
     arrays = {**dict.fromkeys(("tokens", "segment_ids", "positions"), small), "flags": small.astype(np.uint8)}
     features.write_shard(tmp_path, "train-00000", {**arrays, "features": values, "hidden": values})
-    read = features.read_shard(tmp_path, "train-00000", "bfloat16")
+    read = features.read_shard(tmp_path, "train-00000", "bfloat16", 10**6)
     assert read["features"].dtype == ml_dtypes.bfloat16
     assert (read["features"] == values).all()
     features.verify_shard(tmp_path, "train-00000")
@@ -215,9 +215,16 @@ def test_damage_is_named(tmp_path, prepared):
         features.verify_shard(folder, "train-00000")
     path.write_bytes(content[:100])
     with pytest.raises(TrainError, match=r"features.npy is not readable"):
-        features.read_shard(folder, "train-00000", "float32")
+        features.read_shard(folder, "train-00000", "float32", 10**6)
+    path.write_bytes(content)
+    tokens = folder / "train-00000" / "tokens.npy"
+    array = np.load(tokens)
+    array[0, 0] = 2**31 - 1
+    np.save(tokens, array)
+    with pytest.raises(TrainError, match=r"tokens.npy holds \d+ to 2147483647, expected 0 to 52"):
+        features.read_shard(folder, "train-00000", "float32", 53)
     with pytest.raises(TrainError, match="lacks the shard train-00099"):
-        features.read_shard(folder, "train-00099", "float32")
+        features.read_shard(folder, "train-00099", "float32", 10**6)
     with pytest.raises(TrainError, match="holds no features"):
         features.read_manifest(tmp_path / "nowhere")
 

@@ -101,6 +101,16 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(prepared, console,
     assert held[8] == pytest.approx(expected[-1]["validation_loss"], rel=1e-6)
 
 
+def test_weights_that_are_not_finite_are_never_saved_or_exported(prepared, console):
+    wild = {"learning_rate": 1e30, "weight_decay": 1e30, "clip": 0.0, "steps": 1}
+    with pytest.raises(
+        TrainError, match=r"step 1: .* is not finite after its update; .* optimizer.weight_decay"
+    ):
+        train(tiny_run.recipe(prepared, optimizer=wild), console)
+    assert saved_steps(prepared) == []
+    assert not list(prepared.rglob("head/model.safetensors"))
+
+
 def test_two_runs_never_write_to_one_folder(prepared, console):
     recipe = tiny_run.recipe(prepared, optimizer={"steps": 1})
     Path(recipe.output).mkdir()

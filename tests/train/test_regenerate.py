@@ -219,3 +219,14 @@ def test_a_file_that_is_not_ours_is_left_as_it_was(tmp_path, content):
     with pytest.raises(TrainError):
         finished_ids(path, "tiny")
     assert path.read_text() == content
+
+
+def test_a_repeated_record_is_answered_once_and_an_id_of_two_texts_is_refused(tmp_path, model, console):
+    prompts = tmp_path / "prompts.jsonl"
+    lines = [{"prompt": "a b"}, {"prompt": "c"}, {"prompt": "a b"}]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert regenerate(options(tmp_path, prompts=(str(prompts),)), console, model) == 2
+    assert "1 records repeat one before them" in console.file.getvalue()
+    prompts.write_text('{"id": 1, "prompt": "a"}\n{"id": 1, "prompt": "b"}\n')
+    with pytest.raises(TrainError, match="record 1 .* has the id of another record with other text"):
+        regenerate(options(tmp_path, prompts=(str(prompts),)), console, model)

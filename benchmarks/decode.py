@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from machine import describe_machine
+from machine import describe_machine, save
 from prompts import Prompt, read_prompts
 from rich.console import Console
 from rich.progress import track
@@ -131,8 +131,7 @@ def main() -> int:
         prompts = prompts[:: -(-len(prompts) // (args.spread or len(prompts)))][: args.limit]
         name = Path(path).name.split(".")[0]
         report["sets"][name] = {"prompts": len(prompts), **decode_set(methods, prompts, args.max_tokens)}
-        if args.out:
-            args.out.write_text(json.dumps(report, indent=2) + "\n")
+        save(report, args.out)
     print(json.dumps(report, indent=2))
     return 0
 

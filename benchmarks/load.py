@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import collections
-import json
 import random
 import sys
 import tempfile
@@ -28,7 +27,7 @@ import servers
 from answers import Ask, Expected, Received, difference, random_ask
 from clients import RequestError, events, http_client
 from judge import SHOWN, Found, judge_all, show, verdicts
-from machine import describe_machine
+from machine import describe_machine, save, tell
 from prompts import read_prompts
 from rich.console import Console
 from servers import Server, ServerError
@@ -300,12 +299,8 @@ def main() -> int:
             print(f"error: {error}", file=sys.stderr)
             return 1
     report["verdicts"] = verdicts(report, args.health_limit, args.growth_limit)
-    if args.out:
-        args.out.write_text(json.dumps(report, indent=2) + "\n")
-    if args.json:
-        print(json.dumps(report, indent=2))
-    else:
-        show(report)
+    save(report, args.out)
+    tell(report, args.json, show)
     return int(any(verdict["holds"] is False for verdict in report["verdicts"]))
 
 

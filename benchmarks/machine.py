@@ -1,14 +1,17 @@
-"""What a result was measured on. Standard library and installed package metadata only."""
+"""What a result was measured on, and where it goes. Standard library and installed package metadata only."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 
 def describe_machine(packages: tuple[str, ...]) -> dict[str, object]:
@@ -39,3 +42,27 @@ def without_folders(word: str) -> str:
     """A word of a command, JSON too, whose files are named without their folders: those mean nothing
     elsewhere."""
     return re.sub(r"[^\s\"',=]*/(?=[^/\s\"',])", "", word)
+
+
+def save(report: dict[str, Any], out: Path | None) -> None:
+    """Writes a result to ``--out``, if that was given."""
+    if out:
+        out.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def tell(report: dict[str, Any], as_json: bool, show: Callable[[dict[str, Any]], None]) -> None:
+    """Prints a result: as ``--json`` asks for it, or as people read it."""
+    if as_json:
+        print(json.dumps(report, indent=2))
+    else:
+        show(report)
+
+
+def vllm_environment() -> dict[str, str]:
+    """Variables with which vLLM takes all of this machine's cores; those that are set stay as they are."""
+    wanted = {
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "OMP_WAIT_POLICY": "passive",  # or one other busy process stalls every barrier
+    }
+    return {name: os.environ.get(name, value) for name, value in wanted.items()}

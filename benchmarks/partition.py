@@ -13,7 +13,6 @@ analysis of the compiled step. Times are the best of ``--repeats`` runs in one p
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -24,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from machine import describe_machine
+from machine import describe_machine, save, tell
 from rich.console import Console
 from rich.table import Table
 
@@ -335,12 +334,8 @@ def main() -> int:
     report |= {"K": args.depths, "r": args.ratio, "lengths": {}}
     for n in args.lengths:
         report["lengths"][n] = measure_length(n, cfg, params, args)
-        if args.out:
-            args.out.write_text(json.dumps(report, indent=2) + "\n")
-    if args.json:
-        print(json.dumps(report, indent=2))
-    else:
-        show(report)
+        save(report, args.out)
+    tell(report, args.json, show)
     return 0
 
 

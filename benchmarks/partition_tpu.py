@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
-from machine import describe_machine
+from machine import describe_machine, save
 from partition import make_config, memory_of, numbers, our_step, sampling
 
 from peagle_jax.arguments import run_command
@@ -91,8 +91,7 @@ def main() -> int:
         }
         gib = memory.temp_size_in_bytes / 2**30
         print(f"n = {n}: {options.segments} segments, {gib:.2f} GiB of temporaries", file=sys.stderr)
-        if args.out:
-            args.out.write_text(json.dumps(report, indent=2) + "\n")
+        save(report, args.out)
     print(json.dumps(report, indent=2))
     return 0
 

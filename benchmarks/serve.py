@@ -27,7 +27,7 @@ import httpx
 import numpy as np
 import servers
 from clients import Run, closed_loop
-from machine import describe_machine
+from machine import describe_machine, save, tell
 from prompts import read_prompts
 from rich.console import Console
 from rich.table import Table
@@ -205,8 +205,7 @@ class Benchmark:
             f"{point['requests']} requests{failed} in {point['seconds']:.0f} s",
             style="red" if failed else "dim",
         )
-        if self.args.out:
-            self.args.out.write_text(json.dumps(self.report, indent=2) + "\n")
+        save(self.report, self.args.out)
 
 
 def show(report: dict[str, Any]) -> None:
@@ -334,12 +333,8 @@ def main() -> int:
         logs.mkdir(parents=True, exist_ok=True)
         for group in [found] if args.interleave else [[launch] for launch in found]:
             benchmark.measure(group, logs)
-    if args.out:
-        args.out.write_text(json.dumps(report, indent=2) + "\n")
-    if args.json:
-        print(json.dumps(report, indent=2))
-    else:
-        show(report)
+    save(report, args.out)
+    tell(report, args.json, show)
     points = [point for entry in report["servers"].values() for point in entry["points"]]
     failed = any("error" in entry for entry in report["servers"].values())
     return int(failed or not points or any(point["failures"] for point in points))

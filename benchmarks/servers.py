@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from machine import without_folders
+from machine import vllm_environment, without_folders
 from prometheus_client.parser import text_string_to_metric_families
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -57,13 +57,8 @@ def ours(name: str, flags: list[str], environment: Mapping[str, str] | None = No
 
 def vllm(name: str, python: str, target: str, flags: list[str]) -> Launch:
     """vLLM's server on this machine's CPU, in the environment of ``python``."""
-    environment = {
-        "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
-        "VLLM_CPU_KVCACHE_SPACE": "2",
-        "VLLM_NO_USAGE_STATS": "1",
-        "OMP_WAIT_POLICY": "passive",  # or one other busy process stalls every barrier
-    }
-    environment = {key: os.environ.get(key, value) for key, value in environment.items()}
+    usage = "VLLM_NO_USAGE_STATS"
+    environment = vllm_environment() | {usage: os.environ.get(usage, "1")}
     command = (python, "-m", "vllm.entrypoints.cli.main", "serve", target)
     return Launch(name, command, ("--enforce-eager", *flags), environment)
 

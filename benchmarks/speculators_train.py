@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from machine import describe_machine
+from machine import describe_machine, save
 
 SHAPE = {
     "hidden_size": 576,
@@ -276,8 +276,7 @@ def main() -> int:
     report |= {"K": DEPTHS, "r": RATIO, "layers": LAYERS, "draft_vocab": DRAFT_VOCAB, "lengths": {}}
     for n in args.lengths:
         report["lengths"][n] = compare(n, args)
-    if args.out:
-        args.out.write_text(json.dumps(report, indent=2) + "\n")
+    save(report, args.out)
     print(json.dumps(report, indent=2))
     return 0
 

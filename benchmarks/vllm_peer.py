@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from machine import describe_machine
+from machine import describe_machine, vllm_environment
 from prompts import Prompt, read_prompts
 
 COUNTERS = {
@@ -61,10 +61,8 @@ def acceptance(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
 
 def measure(options: dict[str, Any], prompts: list[Prompt], head: str | None) -> dict[str, Any]:
     """Decodes every prompt, one at a time. Runs in a fresh process."""
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{(os.cpu_count() or 1) - 1}")
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
+    os.environ.update(vllm_environment())
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # or one other busy process stalls every barrier
     import vllm
 
     k = options["num_speculative_tokens"] if head else 0

@@ -215,6 +215,7 @@ class Engine:
         self._live[live.job] = live
         self._scheduler.add(live.job)
         self._count(prompt_tokens=len(live.request.prompt_ids))
+        self._look()
 
     def _drop(self) -> None:
         """Ends what was cancelled, what failed by itself, and at an abort all."""
@@ -242,7 +243,7 @@ class Engine:
             self._decoder.start_over(self._decoder.sizes.pools[0])
             for job in self._scheduler.fail():
                 self._end(self._live[job], Delta(finish_reason="error", error=one_line(error)))
-        self._count()
+        self._look()
 
     # -- dispatches --------------------------------------------------------------------------
 
@@ -352,7 +353,7 @@ class Engine:
         """The request's last delta; its slot is free."""
         self._scheduler.end(live.job)
         del self._live[live.job]
-        self._count()
+        self._look()
         finished = live.finished(delta.finish_reason or "abort")
         if self._on_finish is not None:
             try:
@@ -376,10 +377,14 @@ class Engine:
     def _count(self, **more: int) -> None:
         """Adds to the totals; only the engine's thread does."""
         sums = {name: getattr(self._totals, name) + value for name, value in more.items()}
+        self._totals = dataclasses.replace(self._totals, **sums)
+
+    def _look(self) -> None:
+        """Brings what the totals tell of the scheduler up to date. It sums over all that run: not for every
+        result of a round."""
         scheduler = self._scheduler
         self._totals = dataclasses.replace(
             self._totals,
-            **sums,
             running=len(scheduler.jobs),
             waiting=len(scheduler.waiting),
             kv_usage=scheduler.usage,

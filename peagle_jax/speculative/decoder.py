@@ -27,7 +27,7 @@ from peagle_jax.speculative.request import (
 )
 from peagle_jax.speculative.results import local_rows, read
 from peagle_jax.speculative.round import Models
-from peagle_jax.speculative.rules import mask_words
+from peagle_jax.speculative.rules import all_allowed
 from peagle_jax.speculative.sampling import SamplingParams
 from peagle_jax.speculative.sizes import (
     SMALLEST_CACHE,
@@ -129,7 +129,7 @@ class Decoder:
             )
         self.target, self.drafter, self.spec = target, drafter, spec
         self.max_model_len, self.batch = max_model_len, batch
-        self._all_allowed = np.full(mask_words(target.vocab_size), 0xFFFFFFFF, np.uint32)
+        self._all_allowed = all_allowed(target.vocab_size)
         self.devices = list(devices or [device or jax.devices()[0]])
         platform = self.devices[0].platform
         # A CPU computes what it dispatches: reading late only adds a wasted round there.

@@ -18,7 +18,7 @@ import numpy as np
 from peagle_jax.parallel.replicate import Backend, replica_sharding, replicate
 from peagle_jax.speculative import round as steps
 from peagle_jax.speculative.round import Models
-from peagle_jax.speculative.rules import mask_words
+from peagle_jax.speculative.rules import all_allowed
 from peagle_jax.speculative.sizes import Pool, Sizes
 from peagle_jax.speculative.state import Chunk, Copy, DecodeState, RoundOutput, Settings, Turn, empty_state
 
@@ -184,8 +184,7 @@ class Programs:
                     self.rounds(turn, width, k)
                     if self.guided and k == self.models.most_drafts:
                         window = self.draft(turn, width, k)
-                        shape = (*window.shape, mask_words(self.models.target.vocab_size))
-                        masks = np.full(shape, 0xFFFFFFFF, np.uint32)
+                        masks = all_allowed(self.models.target.vocab_size, *window.shape)
                         self.verify(turn, np.zeros(window.shape, np.int32), masks)
                 if self.models.drafter is not None and 0 in self.sizes.drafts:
                     self.catch_up(width)

@@ -133,13 +133,13 @@ def verify_window(
     rules = only(state.settings.rules, ready)
     chosen = choose(logits, positions, tokens, rules, masks)
 
-    agreed = jnp.cumprod(tokens[:, 1:] == chosen[:, :-1], axis=1).astype(bool)
+    drafts = tokens[:, 1:]
     if models.synthetic_rates is not None:
-        agreed = _by_chance(state, models.synthetic_rates, k)
+        agreed = _by_chance(state, models.synthetic_rates, k) & drafting[:, None]
+        chosen = chosen.at[:, :k].set(jnp.where(agreed, drafts, chosen[:, :k]))
+    else:
+        agreed = jnp.cumprod(drafts == chosen[:, :-1], axis=1)
     accepted = jnp.where(drafting, agreed.sum(1), 0).astype(jnp.int32)
-    if models.synthetic_rates is not None:
-        drafts = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
-        chosen = jnp.where(jnp.arange(k + 1) < accepted[:, None], drafts, chosen)
     count, stopped, ended = _finish(state, chosen, accepted + 1)
     count = jnp.where(ready, count, 0)
     last = jnp.take_along_axis(chosen, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]

@@ -74,6 +74,11 @@ def mask_words(vocab_size: int) -> int:
     return -(-vocab_size // 32)
 
 
+def all_allowed(vocab_size: int, *shape: int) -> np.ndarray:
+    """Masks uint32 (*shape, ceil(V / 32)) that forbid nothing."""
+    return np.full((*shape, mask_words(vocab_size)), 0xFFFFFFFF, np.uint32)
+
+
 def pack_ids(ids: Sequence[int], vocab_size: int) -> np.ndarray:
     """A packed mask (uint32, (ceil(V / 32),)) with the bits of ``ids``."""
     bits = np.zeros(mask_words(vocab_size) * 32, np.uint8)
@@ -130,7 +135,7 @@ def rules_state(
     stops = np.full((len(params), MAX_STOP_IDS), -1, np.int32)
     bias_ids = np.full((len(params), MAX_LOGIT_BIAS), -1, np.int32)
     bias = np.zeros(bias_ids.shape, np.float32)
-    allowed = np.full((len(params), mask_words(vocab_size)), 0xFFFFFFFF, np.uint32)
+    allowed = all_allowed(vocab_size, len(params))
     counts = np.zeros((len(params), vocab_size), np.int32)
     for b, (p, prompt, stop, answer) in enumerate(zip(params, prompts, stop_ids, answers, strict=True)):
         stops[b, : len(stop)] = sorted(stop)

@@ -35,7 +35,7 @@ def layers_of(params: TargetParams) -> tuple[BlockParams, ...]:
 
 
 def tensors(params: TargetParams) -> dict[str, np.ndarray]:
-    """Every weight under its Hugging Face name; matrices become (out, in) again."""
+    """Every weight under its Hugging Face name."""
     out: dict[str, np.ndarray] = {}
     for field, names in MODEL_NAMES.items():
         array = getattr(params, field)
@@ -45,8 +45,7 @@ def tensors(params: TargetParams) -> dict[str, np.ndarray]:
         for field, names in LAYER_NAMES.items():
             array = getattr(layer, field)
             if array is not None:
-                value = np.asarray(array)
-                out[f"model.layers.{index}.{names.hf}"] = value.T if value.ndim == 2 else value
+                out[f"model.layers.{index}.{names.hf}"] = np.asarray(array)
     return {name: np.ascontiguousarray(value) for name, value in out.items()}
 
 

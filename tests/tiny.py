@@ -49,14 +49,14 @@ def block(make, cfg: BlockConfig, inputs: int | None = None) -> BlockParams:
     i = inputs or d
     return BlockParams(
         attn_norm=1 + make(d) * 0.2,
-        wq=make(i, cfg.num_heads * h),
-        wk=make(i, cfg.num_kv_heads * h),
-        wv=make(i, cfg.num_kv_heads * h),
-        wo=make(cfg.num_heads * h, d),
+        wq=make(i, cfg.num_heads * h).T,
+        wk=make(i, cfg.num_kv_heads * h).T,
+        wv=make(i, cfg.num_kv_heads * h).T,
+        wo=make(cfg.num_heads * h, d).T,
         mlp_norm=1 + make(d) * 0.2,
-        w_gate=make(d, f),
-        w_up=make(d, f),
-        w_down=make(f, d),
+        w_gate=make(d, f).T,
+        w_up=make(d, f).T,
+        w_down=make(f, d).T,
     )
 
 
@@ -77,7 +77,7 @@ def head_params(cfg: DrafterConfig, seed: int = 1) -> DrafterParams:
     chosen = np.sort(np.random.default_rng(seed).permutation(cfg.vocab_size)[: cfg.draft_vocab_size])
     return DrafterParams(
         embed=make(cfg.vocab_size, d),
-        fc=make(cfg.feature_size, d),
+        fc=make(cfg.feature_size, d).T,
         hidden_norm=1 + make(d) * 0.2,
         layers=tuple(block(make, cfg.block, 2 * d if i == 0 else None) for i in range(cfg.num_layers)),
         final_norm=1 + make(d) * 0.2,

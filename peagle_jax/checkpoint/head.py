@@ -119,21 +119,20 @@ def save_head(
 def head_tensors(
     cfg: DrafterConfig, params: DrafterParams, dtype: np.dtype, share_embed: bool
 ) -> dict[str, np.ndarray]:
-    """The tensors by saved name, matrices as (out, in). Raises CheckpointError on a wrong shape."""
+    """The tensors by saved name. Raises CheckpointError on a wrong shape."""
     d, c, tensors = cfg.hidden_size, cfg.feature_size, {}
 
-    def put(name: str, array: jax.Array | None, shape: tuple[int, ...], transpose: bool = False) -> None:
+    def put(name: str, array: jax.Array | None, shape: tuple[int, ...]) -> None:
         if array is None:
             return
         value = np.asarray(array)
-        value = value.T if transpose else value
         if value.shape != shape:
             raise CheckpointError(f"{name} has shape {list(value.shape)}; expected {list(shape)} to save it")
         tensors[name] = np.ascontiguousarray(value.astype(dtype))
 
     if not share_embed:
         put(HEAD_NAMES["embed"], params.embed, (cfg.vocab_size, d))
-    put(HEAD_NAMES["fc"], params.fc, (d, c), transpose=True)
+    put(HEAD_NAMES["fc"], params.fc, (d, c))
     put(HEAD_NAMES["fc_bias"], params.fc_bias, (d,))
     put(HEAD_NAMES["input_norm"], params.input_norm, (c,))
     put(HEAD_NAMES["hidden_norm"], params.hidden_norm, (d,))
@@ -141,7 +140,7 @@ def head_tensors(
         raise CheckpointError(f"{len(params.layers)} layers to save; expected {cfg.num_layers}")
     for index, layer in enumerate(params.layers):
         for field, shape in layer_shapes(cfg.block, 2 * d if index == 0 else None).items():
-            put(layer_name(field, index), getattr(layer, field), shape, transpose=len(shape) == 2)
+            put(layer_name(field, index), getattr(layer, field), shape)
     put(HEAD_NAMES["final_norm"], params.final_norm, (d,))
     put(HEAD_NAMES["lm_head"], params.lm_head, (cfg.draft_vocab_size, d))
     if cfg.method == "peagle":

@@ -58,8 +58,8 @@ class HeadLoader:
             raise CheckpointError(f"{self.where}: tensor {name} is a single number; expected an array")
         return shape
 
-    def take(self, field: str, shape: tuple[int, ...], transpose: bool = False) -> jax.Array:
-        return jnp.asarray(self.reader.take(self.name(field), shape, self.dtype, transpose))
+    def take(self, field: str, shape: tuple[int, ...]) -> jax.Array:
+        return jnp.asarray(self.reader.take(self.name(field), shape, self.dtype))
 
     def load(
         self, taps: tuple[int, ...] | None, convention: Convention
@@ -165,7 +165,7 @@ class HeadLoader:
         layers = tuple(BlockParams(**self._layer(cfg, i)) for i in range(cfg.num_layers))
         return DrafterParams(
             embed=self._table("embed", (cfg.vocab_size, d), self.target_params.embed),
-            fc=take("fc", (d, c), transpose=True),
+            fc=take("fc", (d, c)),
             hidden_norm=take("hidden_norm", (d,)),
             layers=layers,
             final_norm=take("final_norm", (d,)),

@@ -69,10 +69,8 @@ class Reader:
         self.taken.add(name)
         return self.source.read(name)
 
-    def take(self, name: str, shape: Shape, dtype: np.dtype, transpose: bool = False) -> np.ndarray:
-        """The tensor in ``dtype``, contiguous and owned; ``transpose`` turns (out, in) to (in, out).
-
-        ``shape`` is the stored one.
+    def take(self, name: str, shape: Shape, dtype: np.dtype) -> np.ndarray:
+        """The tensor in ``dtype``, contiguous and owned.
 
         Raises:
             CheckpointError: as ``raw``; it is quantised, or holds a value that is not finite.
@@ -88,7 +86,7 @@ class Reader:
                 f"{self.source.place}: tensor {name} holds NaN or infinity; the file is damaged, or its "
                 "training diverged; expected finite weights"
             )
-        return np.array(array.T if transpose else array, dtype=dtype, order="C")
+        return np.array(array, dtype=dtype, order="C")
 
     def finish(self, ignore: Callable[[str], bool] = lambda name: False) -> None:
         """Raises CheckpointError when a tensor of the file found no place."""
@@ -102,7 +100,7 @@ class Reader:
 
 
 def layer_shapes(block: BlockConfig, input_size: int | None = None) -> dict[str, Shape]:
-    """Stored shapes, (out, in), of every ``BlockParams`` field; ``input_size`` is q, k and v's."""
+    """Shapes of every ``BlockParams`` field; ``input_size`` is q, k and v's."""
     d, f, h = block.hidden_size, block.intermediate_size, block.head_dim
     q, kv, i = block.num_heads * h, block.num_kv_heads * h, input_size or d
     return {
@@ -134,11 +132,8 @@ def read_layer(
     shapes: Mapping[str, Shape],
     dtype: np.dtype,
 ) -> dict[str, np.ndarray]:
-    """One layer's arrays by ``BlockParams`` field, matrices input-major (in, out)."""
-    return {
-        field: reader.take(name_of(field), shapes[field], dtype, transpose=len(shapes[field]) == 2)
-        for field in fields
-    }
+    """One layer's arrays by ``BlockParams`` field."""
+    return {field: reader.take(name_of(field), shapes[field], dtype) for field in fields}
 
 
 def read_target(

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from peagle_jax.config import DrafterConfig
 from peagle_jax.layers.attention import cached_attention
 from peagle_jax.layers.block import Attend, BlockParams, run_block
-from peagle_jax.layers.linear import product, table_rows, vocabulary_product
+from peagle_jax.layers.linear import product, table_rows
 from peagle_jax.layers.norm import rms_norm
 from peagle_jax.layers.rope import rope_tables
 
@@ -28,7 +28,7 @@ class DrafterParams:
     """
 
     embed: Array  # (V, D)
-    fc: Array  # (C, D)
+    fc: Array  # (D, C)
     hidden_norm: Array  # (D,)
     layers: tuple[BlockParams, ...]
     final_norm: Array  # (D,)
@@ -82,7 +82,7 @@ def run_head(
 
 def draft_logits(p: DrafterParams, cfg: DrafterConfig, hidden: Array) -> Float[Array, "... vd"]:
     """Logits over the draft vocabulary, float32, from pre-norm hidden states."""
-    return vocabulary_product(rms_norm(hidden, p.final_norm, cfg.block.rms_norm_eps), p.lm_head)
+    return product(rms_norm(hidden, p.final_norm, cfg.block.rms_norm_eps), p.lm_head)
 
 
 def forward_cached(

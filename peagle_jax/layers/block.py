@@ -19,21 +19,21 @@ Attend = Callable[[Array, Array, Array], Array]
 
 @struct.dataclass
 class BlockParams:
-    """Weights of one block, stored input-major (in, out); biases and q/k norms may be None.
+    """Weights of one block, stored (out, in); biases and q/k norms may be None.
 
     ``I`` below is the input width of q, k and v: D, or 2D in a head's first block. With a leading
     L axis on every leaf this is a stack of blocks.
     """
 
     attn_norm: Array  # (D,)
-    wq: Array  # (I, N*H)
-    wk: Array  # (I, G*H)
-    wv: Array  # (I, G*H)
-    wo: Array  # (N*H, D)
+    wq: Array  # (N*H, I)
+    wk: Array  # (G*H, I)
+    wv: Array  # (G*H, I)
+    wo: Array  # (D, N*H)
     mlp_norm: Array  # (D,)
-    w_gate: Array  # (D, F)
-    w_up: Array  # (D, F)
-    w_down: Array  # (F, D)
+    w_gate: Array  # (F, D)
+    w_up: Array  # (F, D)
+    w_down: Array  # (D, F)
     bq: Array | None = None
     bk: Array | None = None
     bv: Array | None = None

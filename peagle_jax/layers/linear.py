@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import cast
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
+
+from peagle_jax.layers.apart import computed_apart
 
 # XLA:CPU multiplies a single bfloat16 row in a scalar loop (35 ms for SmolLM2's vocabulary
 # product), while eight rows go to the matrix unit (2.5 ms). Rows are independent there, so a
@@ -20,63 +21,51 @@ def _contract(x: Array, w: Array, axis: int) -> Array:
     return jax.lax.dot_general(x, w, dims, preferred_element_type=jnp.float32)
 
 
-def _materialised_transpose(x: Array) -> Array:
-    """x.T as an array of its own. XLA:CPU folds any plain transpose into the product beside it, and
-    then widens the operands, since it has no narrow kernel for a transposed first operand. It
-    cannot fold through a conditional; the other branch is for values that are lost anyway."""
-    return jax.lax.cond(
-        jnp.isfinite(x[0, 0]), lambda x: x.T, lambda x: jnp.full(x.T.shape, jnp.nan, x.dtype), x
-    )
+def _transposed(x: Array) -> Array:
+    """x.T. XLA:CPU would fold it into the product beside it and then widen the operands, since it has no
+    narrow kernel for a transposed first operand."""
+    return computed_apart(jnp.transpose, x, jnp.isfinite(x[0, 0]))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _narrow_product(x: Array, w: Array, axis: int) -> Array:
-    """x (rows, d) times a narrow w that is (d, f) for ``axis`` 0 and (f, d) for 1."""
-    return _contract(x, w, axis)
+@jax.custom_vjp
+def _narrow_product(x: Array, w: Array) -> Array:
+    """x (rows, d) times a narrow w (f, d)."""
+    return _contract(x, w, 1)
 
 
-def _narrow_forward(x: Array, w: Array, axis: int) -> tuple[Array, tuple[Array, Array]]:
-    return _contract(x, w, axis), (x, w)
+def _narrow_forward(x: Array, w: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _contract(x, w, 1), (x, w)
 
 
-def _narrow_backward(axis: int, saved: tuple[Array, Array], g: Array) -> tuple[Array, Array]:
+def _narrow_backward(saved: tuple[Array, Array], g: Array) -> tuple[Array, Array]:
     # Both products of the reverse pass read narrow operands too. The barrier keeps a narrow result
     # from being fused into them, which would widen the operands.
     x, w = saved
     g = g.astype(w.dtype)
-    dx = _contract(g, w, 1 - axis)
-    dw = _contract(_materialised_transpose(x), g, 0)
-    dx, dw = jax.lax.optimization_barrier((dx, dw))
-    dw = dw.astype(w.dtype)
-    return dx.astype(x.dtype), dw.T if axis else dw
+    dx, dw = jax.lax.optimization_barrier((_contract(g, w, 0), _contract(_transposed(g), x, 0)))
+    return dx.astype(x.dtype), dw.astype(w.dtype)
 
 
 _narrow_product.defvjp(_narrow_forward, _narrow_backward)
 
 
-def _product(x: Array, w: Array, axis: int) -> Array:
+def product(x: Float[Array, "... d"], w: Shaped[Array, "f d"]) -> Float[Array, "... f"]:
+    """``x @ w.T`` in w's dtype with float32 accumulation. Returns float32.
+
+    float32 weights give the plain product. Narrow weights round x to their dtype first.
+
+    Weights are stored (out, in), as checkpoints do. On two CPU cores with AMX, the products of SmolLM2's
+    blocks in bfloat16 take 0.6 of the time that the other order takes for 8 rows, and 0.8 for 128.
+    """
     rows = x.reshape(-1, x.shape[-1])
     if w.dtype == jnp.float32:
-        out = _contract(rows, w, axis)
+        out = _contract(rows, w, 1)
     else:
         count = rows.shape[0]
         if count < MIN_ROWS:
             rows = jnp.pad(rows, ((0, MIN_ROWS - count), (0, 0)))
-        out = cast(Array, _narrow_product(rows.astype(w.dtype), w, axis))[:count]
+        out = cast(Array, _narrow_product(rows.astype(w.dtype), w))[:count]
     return out.reshape(*x.shape[:-1], out.shape[1])
-
-
-def product(x: Float[Array, "... d"], w: Shaped[Array, "d f"]) -> Float[Array, "... f"]:
-    """``x @ w`` in w's dtype with float32 accumulation. Returns float32.
-
-    float32 weights give the plain product. Narrow weights round x to their dtype first.
-    """
-    return _product(x, w, 0)
-
-
-def vocabulary_product(x: Float[Array, "... d"], table: Shaped[Array, "v d"]) -> Float[Array, "... v"]:
-    """``x @ table.T``: logits of a (tied or own) vocabulary table, stored as V x D."""
-    return _product(x, table, 1)
 
 
 @jax.custom_vjp

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from peagle_jax.config import RopeConfig
+from peagle_jax.layers.apart import computed_apart
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
@@ -72,9 +73,13 @@ def rope_tables(
     rope: RopeConfig, head_dim: int, positions: Int[Array, "... t"]
 ) -> tuple[Float[Array, "... t h"], Float[Array, "... t h"]]:
     """cos and sin of each position's angles, float32 (..., T, H/2)."""
-    angles = positions[..., None].astype(jnp.float32) * inverse_frequencies(rope, head_dim)
-    scale = attention_scale(rope)
-    return jnp.cos(angles) * scale, jnp.sin(angles) * scale
+    frequencies, scale = inverse_frequencies(rope, head_dim), attention_scale(rope)
+
+    def tables(positions: Array) -> tuple[Array, Array]:
+        angles = positions[..., None].astype(jnp.float32) * frequencies
+        return jnp.cos(angles) * scale, jnp.sin(angles) * scale
+
+    return computed_apart(tables, positions, positions.ravel()[0] >= 0)
 
 
 def apply_rope(

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from peagle_jax.config import TargetConfig
 from peagle_jax.layers.attention import cached_attention
 from peagle_jax.layers.block import Attend, BlockParams, run_block
-from peagle_jax.layers.linear import table_rows, vocabulary_product
+from peagle_jax.layers.linear import product, table_rows
 from peagle_jax.layers.norm import rms_norm
 from peagle_jax.layers.rope import rope_tables
 from peagle_jax.parallel.rules import gathered
@@ -149,11 +149,11 @@ def forward_packed(
 
 
 def final_hidden(params: TargetParams, cfg: TargetConfig, hidden: Array) -> Float[Array, "... d"]:
-    """The normed last state, the input of the vocabulary product."""
+    """The normed last state, the input of the product with the vocabulary table."""
     return rms_norm(hidden, params.final_norm, cfg.block.rms_norm_eps)
 
 
 def logits(params: TargetParams, cfg: TargetConfig, hidden: Array) -> Float[Array, "... v"]:
     """Next-token logits (float32) of last-boundary states."""
     table = params.embed if params.lm_head is None else params.lm_head
-    return vocabulary_product(final_hidden(params, cfg, hidden), table)
+    return product(final_hidden(params, cfg, hidden), table)

@@ -115,7 +115,7 @@ def build_engine(
         decoder,
         copy.deepcopy(tokenizer),
         decoder.spec.num_speculative_tokens,
-        on_progress=lambda what: log.info("compiling: %s", what),
+        on_progress=lambda what, number, count: log.info("compiling %d of %d: %s", number, count, what),
         enable_prefix_caching=options.enable_prefix_caching is not False,
         max_num_batched_tokens=options.max_num_batched_tokens,
         draft_length=DraftLength(

@@ -24,6 +24,7 @@ from peagle_jax.serve.draft_length import DraftLength
 from peagle_jax.serve.job import Job, Plan
 from peagle_jax.serve.live import EngineRequest, EngineSnapshot, FinishedRequest, Live, Ticket, one_line
 from peagle_jax.serve.scheduler import Scheduler
+from peagle_jax.speculative.programs import Progress
 from peagle_jax.speculative.request import Flight, PromptChunk, RoundResult
 
 log = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ class Engine:
         on_warm: called on the engine's thread after warm-up, with the seconds that it took or the
             exception that ended it.
         on_finish: called on the engine's thread with each request that has ended.
-        on_progress: called on the engine's thread before each program is compiled, with what it is.
+        on_progress: called on the engine's thread before each program is compiled (``programs.Progress``).
         grammars: what ``serve.grammar.GrammarCompiler`` promises, for requests with ``structured``.
         enable_prefix_caching: reuse what slots hold of a new prompt's beginning.
         max_num_batched_tokens: see ``Scheduler``.
@@ -68,7 +69,7 @@ class Engine:
         num_speculative_tokens: int = 0,
         on_warm: Callable[[float | Exception], None] | None = None,
         on_finish: Callable[[FinishedRequest], None] | None = None,
-        on_progress: Callable[[str], None] | None = None,
+        on_progress: Progress | None = None,
         *,
         grammars: Any = None,
         enable_prefix_caching: bool = True,
@@ -77,7 +78,7 @@ class Engine:
     ) -> None:
         self._decoder, self._tokenizer, self._grammars = decoder, tokenizer, grammars
         self._on_warm, self._on_finish, self._on_progress = on_warm, on_finish, on_progress
-        self._queue: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
+        self._queue: queue.Queue[Ticket | None] = queue.Queue()
         self._lock = threading.Lock()
         self._abort = threading.Event()
         self._thread = threading.Thread(target=self._run, name="peagle-engine", daemon=True)
@@ -129,7 +130,9 @@ class Engine:
     def snapshot(self) -> EngineSnapshot:
         """What the engine does now, and its totals."""
         totals = self._totals
-        return dataclasses.replace(totals, waiting=totals.waiting + self._queue.qsize())
+        with self._queue.mutex:
+            queued = sum(ticket is not None and not ticket.cancelled for ticket in self._queue.queue)
+        return dataclasses.replace(totals, waiting=totals.waiting + queued)
 
     def stop(self, finish_within: float = 0.0, abort_within: float = 5.0) -> bool:
         """Refuses new requests, finishes those submitted or aborts them, and ends the thread.
@@ -163,7 +166,7 @@ class Engine:
         began = time.perf_counter()
         outcome: float | Exception
         try:
-            self._decoder.warm_up(self._on_progress or (lambda what: None))
+            self._decoder.warm_up(self._on_progress or (lambda what, number, count: None))
             self._decoder.start_over(self._scheduler.pool)
             outcome = time.perf_counter() - began
         except Exception as error:

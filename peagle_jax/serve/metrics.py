@@ -223,7 +223,8 @@ def log_lines(before: EngineSnapshot, now: EngineSnapshot, seconds: float) -> li
     def rate(name: str) -> float:
         return (getattr(now, name) - getattr(before, name)) / max(seconds, 1e-9)
 
-    if not (now.running or now.waiting or rate("prompt_tokens") or rate("generation_tokens")):
+    # Requests that wait while none runs wait for the warm-up, which has a log of its own.
+    if not (now.running or rate("prompt_tokens") or rate("generation_tokens")):
         return []
     line = (
         f"Avg prompt throughput: {rate('prompt_tokens'):.1f} tokens/s, "

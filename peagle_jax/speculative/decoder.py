@@ -15,7 +15,7 @@ from peagle_jax.drafter.head import DrafterParams
 from peagle_jax.models.stack import TargetParams, check_taps
 from peagle_jax.parallel.replicate import Backend
 from peagle_jax.speculative.cache import storage_dtype
-from peagle_jax.speculative.programs import Programs
+from peagle_jax.speculative.programs import Programs, Progress
 from peagle_jax.speculative.request import (
     Flight,
     PromptChunk,
@@ -202,7 +202,7 @@ class Decoder:
             )
         self._programs.params = target, self._placed(params)
 
-    def warm_up(self, progress: Callable[[str], None] = lambda what: None) -> None:
+    def warm_up(self, progress: Progress = lambda what, number, count: None) -> None:
         """Compiles every program by running it once on idle slots; ``progress`` is told before each.
 
         Nothing compiles after it.

@@ -7,7 +7,7 @@ short list (``Pool``). ``warm_up`` runs every program once, and nothing compiles
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,9 @@ from peagle_jax.speculative.round import Models
 from peagle_jax.speculative.rules import all_allowed
 from peagle_jax.speculative.sizes import Pool, Sizes
 from peagle_jax.speculative.state import Chunk, Copy, DecodeState, RoundOutput, Settings, Turn, empty_state
+
+Progress = Callable[[str, int, int], None]
+"""Told of a program that compiles: what it is, its number, and how many there are."""
 
 
 class Programs:
@@ -161,41 +164,46 @@ class Programs:
 
     # -- warm-up -----------------------------------------------------------------------------
 
-    def warm_up(self, progress: Callable[[str], None], idle: Callable[[int], Chunk], still: Turn) -> None:
+    def warm_up(self, progress: Progress, idle: Callable[[int], Chunk], still: Turn) -> None:
         """Runs every program once on idle slots; ``progress`` is told before each.
 
         ``idle(T)`` is a chunk of T and no tokens. ``still`` is a turn of no slot, of the first pool.
         """
-        pools = list(self.sizes.pools)
-        for i, pool in enumerate(pools):
-            self.start_over(pool)
-            where = f"{pool.slots} slots of {pool.positions}" if len(pools) > 1 else ""
-            turn = jax.tree.map(lambda x, pool=pool: x[:, : pool.slots], still)
-
-            def tell(what: str, where: str = where) -> None:
-                progress(f"{what}, {where}" if where else what)
-
-            for chunk in self.sizes.chunks:
-                tell(f"prompt chunk of {chunk}")
-                self.prefill(idle(chunk))
-            for width in self.sizes.widths_of(pool):
-                for k in self.sizes.drafts:
-                    tell(f"round of {width} sequences, K = {k}")
-                    self.rounds(turn, width, k)
-                    if self.guided and k == self.models.most_drafts:
-                        window = self.draft(turn, width, k)
-                        masks = all_allowed(self.models.target.vocab_size, *window.shape)
-                        self.verify(turn, np.zeros(window.shape, np.int32), masks)
-                if self.models.drafter is not None and 0 in self.sizes.drafts:
-                    self.catch_up(width)
-            if pool.slots > 1:
-                tell("copy of a slot")
-                zeros = np.zeros(self.replicas, np.int32)
-                self.copy(Copy(zeros, zeros, zeros))
-            neighbours = [pools[j] for j in (i - 1, i + 1) if 0 <= j < len(pools)]
-            for other in neighbours:
-                tell(f"change to {other.slots} slots of {other.positions}")
-                self.reshape(other, np.zeros((self.replicas, other.slots), np.int32))
+        pools = self.sizes.pools
+        plan = [(pool, *step) for i, pool in enumerate(pools) for step in self._uses(i, idle, still)]
+        for number, (pool, what, use) in enumerate(plan, start=1):
+            if self.pool != pool:
                 self.start_over(pool)
+            where = f", {pool.slots} slots of {pool.positions}" if len(pools) > 1 else ""
+            progress(what + where, number, len(plan))
+            use()
         self.start_over(pools[0])
         jax.block_until_ready(self.state)
+
+    def _uses(
+        self, i: int, idle: Callable[[int], Chunk], still: Turn
+    ) -> Iterator[tuple[str, Callable[[], Any]]]:
+        """The programs of pool ``i``: what each is, and a call that runs it."""
+        pools = self.sizes.pools
+        pool = pools[i]
+        turn = jax.tree.map(lambda x: x[:, : pool.slots], still)
+        for chunk in self.sizes.chunks:
+            yield f"prompt chunk of {chunk}", lambda n=chunk: self.prefill(idle(n))
+        for width in self.sizes.widths_of(pool):
+            for k in self.sizes.drafts:
+                yield f"round of {width} sequences, K = {k}", partial(self.rounds, turn, width, k)
+                if self.guided and k == self.models.most_drafts:
+                    yield f"round of {width} sequences under grammars", partial(self._guided, turn, width, k)
+            if self.models.drafter is not None and 0 in self.sizes.drafts:
+                yield f"drafter of {width} sequences", partial(self.catch_up, width)
+        if pool.slots > 1:
+            zeros = np.zeros(self.replicas, np.int32)
+            yield "copy of a slot", partial(self.copy, Copy(zeros, zeros, zeros))
+        for other in (pools[j] for j in (i - 1, i + 1) if 0 <= j < len(pools)):
+            order = np.zeros((self.replicas, other.slots), np.int32)
+            yield f"change to {other.slots} slots of {other.positions}", partial(self.reshape, other, order)
+
+    def _guided(self, turn: Turn, width: int, k: int) -> None:
+        window = self.draft(turn, width, k)
+        masks = all_allowed(self.models.target.vocab_size, *window.shape)
+        self.verify(turn, np.zeros(window.shape, np.int32), masks)

@@ -26,7 +26,7 @@ from peagle_jax.config import DrafterConfig
 from peagle_jax.drafter.head import DrafterParams, draft_logits, fuse, head_inputs
 from peagle_jax.layers.attention import NEGATIVE, grouped, rows_at_once
 from peagle_jax.layers.block import run_block
-from peagle_jax.layers.linear import table_rows, vocabulary_product
+from peagle_jax.layers.linear import product, table_rows
 from peagle_jax.layers.rope import rope_tables
 from peagle_jax.parallel.rules import constrain, split_as_stored
 from peagle_jax.parallel.sequence import WHOLE, SequenceParts
@@ -89,7 +89,7 @@ def row_losses(
     kind: LossKind = "kl",
 ) -> tuple[Array, Array]:
     """Loss to the target, and whether the best tokens agree, of rows (..., D) and their labels (..., D)."""
-    target = vocabulary_product(target_hidden, target_head)
+    target = product(target_hidden, target_head)
     draft = draft_logits(params, cfg, hidden)
     loss = distillation_loss(draft, jax.lax.stop_gradient(target), kind, params.lm_head.dtype)
     return cast(Array, loss), agrees(draft, target)

@@ -31,9 +31,9 @@ def _target_layer(params: TargetParams, index: int) -> BlockParams:
 def _narrowed(layer: BlockParams, width: int) -> BlockParams:
     """The layer with its ``width`` strongest ffn units (by the product of their weights' norms)."""
     strength = (
-        jnp.linalg.norm(layer.w_gate, axis=0)
-        * jnp.linalg.norm(layer.w_up, axis=0)
-        * jnp.linalg.norm(layer.w_down, axis=1)
+        jnp.linalg.norm(layer.w_gate, axis=1)
+        * jnp.linalg.norm(layer.w_up, axis=1)
+        * jnp.linalg.norm(layer.w_down, axis=0)
     )
     chosen = jnp.sort(jnp.argsort(-strength)[:width])
 
@@ -41,9 +41,9 @@ def _narrowed(layer: BlockParams, width: int) -> BlockParams:
         return None if b is None else b[chosen]
 
     return layer.replace(
-        w_gate=layer.w_gate[:, chosen],
-        w_up=layer.w_up[:, chosen],
-        w_down=layer.w_down[chosen],
+        w_gate=layer.w_gate[chosen],
+        w_up=layer.w_up[chosen],
+        w_down=layer.w_down[:, chosen],
         b_gate=bias(layer.b_gate),
         b_up=bias(layer.b_up),
     )
@@ -93,7 +93,7 @@ def from_target(
     keys = iter(jax.random.split(jax.random.key(seed), 3))
 
     def widened(w: Array) -> Array:
-        return jnp.concatenate([jax.random.normal(next(keys), w.shape) * noise, w])
+        return jnp.concatenate([jax.random.normal(next(keys), w.shape) * noise, w], axis=1)
 
     hidden_norm = layers[0].attn_norm
     layers[0] = layers[0].replace(
@@ -102,7 +102,7 @@ def from_target(
         wk=widened(layers[0].wk),
         wv=widened(layers[0].wv),
     )
-    fc = jnp.zeros((cfg.feature_size, d)).at[-d:].set(jnp.eye(d))
+    fc = jnp.zeros((d, cfg.feature_size)).at[:, -d:].set(jnp.eye(d))
     return DrafterParams(
         embed=None,  # pyright: ignore[reportArgumentType]
         fc=fc,
@@ -131,19 +131,19 @@ def at_random(
     def layer(inputs: int) -> BlockParams:
         return BlockParams(
             attn_norm=jnp.ones((d,)),
-            wq=matrix(inputs, block.num_heads * block.head_dim),
-            wk=matrix(inputs, block.num_kv_heads * block.head_dim),
-            wv=matrix(inputs, block.num_kv_heads * block.head_dim),
-            wo=matrix(block.num_heads * block.head_dim, d),
+            wq=matrix(block.num_heads * block.head_dim, inputs),
+            wk=matrix(block.num_kv_heads * block.head_dim, inputs),
+            wv=matrix(block.num_kv_heads * block.head_dim, inputs),
+            wo=matrix(d, block.num_heads * block.head_dim),
             mlp_norm=jnp.ones((d,)),
-            w_gate=matrix(d, block.intermediate_size),
-            w_up=matrix(d, block.intermediate_size),
-            w_down=matrix(block.intermediate_size, d),
+            w_gate=matrix(block.intermediate_size, d),
+            w_up=matrix(block.intermediate_size, d),
+            w_down=matrix(d, block.intermediate_size),
         )
 
     return DrafterParams(
         embed=None,  # pyright: ignore[reportArgumentType]
-        fc=matrix(cfg.feature_size, d),
+        fc=matrix(d, cfg.feature_size),
         hidden_norm=jnp.ones((d,)),
         layers=tuple(layer(2 * d if i == 0 else d) for i in range(cfg.num_layers)),
         final_norm=jnp.ones((d,)),

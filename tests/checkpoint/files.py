@@ -24,7 +24,7 @@ ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen
 
 
 def target_tensors(params: TargetParams, name_of=hf_name) -> dict[str, np.ndarray]:
-    """Tensors as a checkpoint stores them, matrices (out, in), by ``name_of(field, layer)``."""
+    """Tensors as a checkpoint stores them, by ``name_of(field, layer)``."""
     found = {
         name_of(field, None): np.asarray(getattr(params, field))
         for field in ("embed", "final_norm", "lm_head")
@@ -37,7 +37,7 @@ def target_tensors(params: TargetParams, name_of=hf_name) -> dict[str, np.ndarra
 
 def block_arrays(layer: BlockParams) -> dict[str, np.ndarray]:
     fields = {f.name: getattr(layer, f.name) for f in dataclasses.fields(layer)}
-    return {name: np.asarray(value).T for name, value in fields.items() if value is not None}
+    return {name: np.asarray(value) for name, value in fields.items() if value is not None}
 
 
 def with_fields(params: TargetParams, cfg: TargetConfig, fields: tuple[str, ...]) -> TargetParams:

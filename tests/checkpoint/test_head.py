@@ -93,7 +93,7 @@ def test_the_tensors_are_named_shaped_and_typed_as_vllm_reads_them(tmp_path):
     np.testing.assert_array_equal(tensors["d2t"] + np.arange(31), params.draft_to_target)
     assert tensors["t2d"].dtype == bool
     np.testing.assert_array_equal(np.flatnonzero(tensors["t2d"]), params.draft_to_target)
-    np.testing.assert_array_equal(tensors["fc.weight"], np.asarray(params.fc.T.astype(jnp.bfloat16)))
+    np.testing.assert_array_equal(tensors["fc.weight"], np.asarray(params.fc.astype(jnp.bfloat16)))
 
 
 def test_the_config_has_every_key_that_loaders_look_for(tmp_path):
@@ -167,7 +167,7 @@ def test_bfloat16_is_the_default_and_loads_in_the_asked_dtype(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"fc": jnp.zeros((35, 10))}, "fc.weight has shape [10, 35]; expected [10, 36]"),
+        ({"fc": jnp.zeros((10, 35))}, "fc.weight has shape [10, 35]; expected [10, 36]"),
         ({"mask_hidden": None}, "needs mask_hidden of shape [36]"),
         ({"draft_to_target": None}, "needs draft_to_target of shape [31]"),
         ({"layers": ()}, "0 layers to save; expected 2"),

@@ -75,7 +75,7 @@ def test_layers_are_separate_on_cpu_and_stacked_on_request(hf_folder):
     assert isinstance(load_target(str(hf_folder)).params.layers, tuple)
     stacked = load_target(str(hf_folder), stacked=True, dtype=jnp.bfloat16).params
     assert stacked.is_stacked
-    assert stacked.layers.wq.shape == (5, 12, 24)
+    assert stacked.layers.wq.shape == (5, 24, 12)
     assert stacked.embed.dtype == jnp.bfloat16
 
 

@@ -35,8 +35,8 @@ def test_every_weight_of_heads_and_targets_has_names_that_have_rules():
 def test_matrices_are_split_along_the_first_axis_that_divides_and_vectors_stay_whole():
     params = head_params(head_config())  # of width 10, which 2 divides
     found = specs(params, fsdp_mesh())
-    assert found[".layers[0].w_down"] == found[".fc"] == found[".embed"] == PartitionSpec(None, "fsdp")
-    assert found[".layers[1].w_up"] == PartitionSpec("fsdp", None)
+    assert found[".layers[0].w_down"] == found[".fc"] == PartitionSpec("fsdp", None)
+    assert found[".layers[1].w_up"] == found[".embed"] == PartitionSpec(None, "fsdp")
     assert found[".final_norm"] == found[".mask_hidden"] == PartitionSpec()
     odd = {"fc": jnp.zeros((6, 5)), "lm_head": jnp.zeros((4, 3)), "wk": jnp.zeros((7, 2))}
     assert specs(odd, fsdp_mesh()) == {
@@ -48,7 +48,7 @@ def test_matrices_are_split_along_the_first_axis_that_divides_and_vectors_stay_w
 
 def test_a_stack_of_layers_is_split_within_its_layers():
     found = specs(stack_layers(target_params(TARGET)), fsdp_mesh())
-    assert found[".layers.wo"] == PartitionSpec(None, None, "fsdp")
+    assert found[".layers.wo"] == PartitionSpec(None, "fsdp", None)
     assert found[".layers.attn_norm"] == PartitionSpec()
 
 

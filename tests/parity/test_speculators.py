@@ -108,13 +108,10 @@ def reference_model(cfg: DrafterConfig) -> Any:
 
 
 def named_arrays(model: Any, cfg: DrafterConfig, arrays: dict[str, np.ndarray]) -> DrafterParams:
-    """Our tree, from arrays under speculators' names; matrices are input-major here."""
+    """Our tree, from arrays under speculators' names."""
 
-    def vector(name: str) -> Any:
+    def array(name: str) -> Any:
         return jnp.array(arrays[name])
-
-    def matrix(name: str) -> Any:
-        return jnp.array(arrays[name].T)
 
     layers = []
     for i in range(cfg.num_layers):
@@ -122,26 +119,26 @@ def named_arrays(model: Any, cfg: DrafterConfig, arrays: dict[str, np.ndarray]) 
         attention, ffn = own + "self_attn.", own + "mlp."
         layers.append(
             BlockParams(
-                attn_norm=vector(own + "input_layernorm.weight"),
-                wq=matrix(attention + "q_proj.weight"),
-                wk=matrix(attention + "k_proj.weight"),
-                wv=matrix(attention + "v_proj.weight"),
-                wo=matrix(attention + "o_proj.weight"),
-                mlp_norm=vector(own + "post_attention_layernorm.weight"),
-                w_gate=matrix(ffn + "gate_proj.weight"),
-                w_up=matrix(ffn + "up_proj.weight"),
-                w_down=matrix(ffn + "down_proj.weight"),
+                attn_norm=array(own + "input_layernorm.weight"),
+                wq=array(attention + "q_proj.weight"),
+                wk=array(attention + "k_proj.weight"),
+                wv=array(attention + "v_proj.weight"),
+                wo=array(attention + "o_proj.weight"),
+                mlp_norm=array(own + "post_attention_layernorm.weight"),
+                w_gate=array(ffn + "gate_proj.weight"),
+                w_up=array(ffn + "up_proj.weight"),
+                w_down=array(ffn + "down_proj.weight"),
             )
         )
     return DrafterParams(
-        embed=vector("embed_tokens.weight"),
-        fc=matrix("fc.weight"),
-        hidden_norm=vector("layers.0.hidden_norm.weight"),
+        embed=array("embed_tokens.weight"),
+        fc=array("fc.weight"),
+        hidden_norm=array("layers.0.hidden_norm.weight"),
         layers=tuple(layers),
-        final_norm=vector("norm.weight"),
-        lm_head=vector("lm_head.weight"),
-        mask_hidden=vector("mask_hidden").reshape(-1),
-        input_norm=vector("input_norm.weight") if cfg.norm_before_fc else None,
+        final_norm=array("norm.weight"),
+        lm_head=array("lm_head.weight"),
+        mask_hidden=array("mask_hidden").reshape(-1),
+        input_norm=array("input_norm.weight") if cfg.norm_before_fc else None,
     )
 
 

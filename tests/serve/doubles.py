@@ -75,8 +75,8 @@ class ScriptedDecoder:
         self.seen: list[tuple] = []
         self._slots: dict[int, tuple[list[int], list[int], str]] = {}
 
-    def warm_up(self, progress: Callable[[str], None] = lambda what: None) -> None:
-        progress("a script")
+    def warm_up(self, progress: Callable[[str, int, int], None] = lambda what, number, count: None) -> None:
+        progress("a script", 1, 1)
         self._warm_up()
 
     def check(self, request) -> None:

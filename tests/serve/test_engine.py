@@ -145,8 +145,12 @@ def test_requests_wait_for_the_warm_up(run):
     gate, told = threading.Event(), []
     engine = run(ScriptedDecoder(echo, warm_up=lambda: gate.wait(60)), on_warm=told.append)
     _, inbox = submit(engine, "hi")
+    left, _ = submit(engine, "no longer wanted")
     assert engine.state == "warming"
     assert inbox.empty()
+    assert engine.snapshot().waiting == 2
+    left.cancel()
+    assert engine.snapshot().waiting == 1
     gate.set()
     assert finished(inbox)[0] == "hihi"
     assert engine.state == "ready"

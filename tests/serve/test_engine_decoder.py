@@ -81,10 +81,11 @@ def decoder():
         kv_tokens=3 * 60,
         smallest_cache=30,
     )
-    told: list[str] = []
-    made.warm_up(told.append)
+    told: list[tuple[str, int, int]] = []
+    made.warm_up(lambda *what: told.append(what))
     assert len({(p.slots, p.positions) for p in made.sizes.pools}) == len(made.sizes.pools) > 1
-    assert len(told) == len(set(told)) >= 4 * len(made.sizes.pools)
+    assert len({what for what, _, _ in told}) == len(told) >= 4 * len(made.sizes.pools)
+    assert [(number, count) for _, number, count in told] == [(i + 1, len(told)) for i in range(len(told))]
     return made
 
 

@@ -59,7 +59,8 @@ def vllm(name: str, python: str, target: str, flags: list[str]) -> Launch:
     """vLLM's server on this machine's CPU, in the environment of ``python``."""
     usage = "VLLM_NO_USAGE_STATS"
     environment = vllm_environment() | {usage: os.environ.get(usage, "1")}
-    command = (python, "-m", "vllm.entrypoints.cli.main", "serve", target)
+    # vLLM's own command asks for a distribution of the name vllm, which its CPU build does not have.
+    command = (python, "-m", "vllm.entrypoints.openai.api_server", "--model", target)
     return Launch(name, command, ("--enforce-eager", *flags), environment)
 
 

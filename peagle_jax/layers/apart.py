@@ -22,7 +22,8 @@ def computed_apart(f: Callable[[Array], Any], x: Array, holds: Array) -> Any:
     def otherwise(x: Array) -> Any:
         kinds = jax.eval_shape(f, x)
         return jax.tree.map(
-            lambda a: jnp.full(a.shape, jnp.nan if jnp.issubdtype(a.dtype, jnp.floating) else 0, a.dtype), kinds
+            lambda a: jnp.full(a.shape, jnp.nan if jnp.issubdtype(a.dtype, jnp.floating) else 0, a.dtype),
+            kinds,
         )
 
     def guarded(x: Array, holds: Array) -> Any:

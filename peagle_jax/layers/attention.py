@@ -18,6 +18,10 @@ NEGATIVE = -1e30  # finite, so that a fully masked row never yields NaN
 BLOCK = 128
 """Cache positions that are read at once. On CPU a block of keys stays in the cores' own memory."""
 
+GROUP = 8
+"""Sequences that a CPU's cores read a block of at once, where there are more: each group reads as many blocks
+as its own longest sequence has. An accelerator reads all at once."""
+
 SCORES = 2**26
 """Scores that a block of queries may have against all keys: 256 MB of float32."""
 
@@ -68,9 +72,9 @@ def cached_attention(
     The sequences are rows ``slot``.. of the cache. ``own_mask[b, i, j]``: row i sees row j, itself
     always. Returns float32 (B, T, N*H).
 
-    The cache is read in blocks up to the longest length, joined by a running maximum: the cost follows
-    what is stored, not the room for it. A block that is past a sequence's length changes no bit
-    of it, so neither batch mates nor the room do.
+    The cache is read in blocks, joined by a running maximum: the cost follows what is stored, not the room
+    for it. A block that is past a sequence's length changes no bit of it, so neither batch mates nor
+    the room do.
     """
     (w, t), g, room = q.shape[:2], k_new.shape[2], k_cache.shape[2]
     size = min(BLOCK, room)
@@ -86,12 +90,15 @@ def cached_attention(
         "bgts,bsgh->bgth", p.astype(dtype), v_new.astype(dtype), preferred_element_type=jnp.float32
     )
 
-    def body(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        top, total, out = carry
+    def block(
+        j: Array, first: Array | int, count: int, part: tuple[Array, ...]
+    ) -> tuple[Array, Array, Array]:
+        """Block j of ``count`` sequences from ``first`` on: ``part`` is their rows, lengths and state."""
+        rows, lengths, top, total, out = part
         start = jnp.minimum(j * size, room - size)  # the last block may overlap the one before it
         position = start + jnp.arange(size)
         visible = (position >= j * size) & (position < lengths[:, None])
-        k, v = (_block(c, slot, start, w, size) for c in (k_cache, v_cache))
+        k, v = (_block(c, slot + first, start, count, size) for c in (k_cache, v_cache))
         scores = jnp.einsum("bgth,bgsh->bgts", rows, k, preferred_element_type=jnp.float32)
         scores = jnp.where(visible[:, None, None], scores, NEGATIVE)
         higher = jnp.maximum(top, scores.max(-1))
@@ -99,8 +106,32 @@ def cached_attention(
         new = jnp.einsum("bgts,bgsh->bgth", p.astype(dtype), v, preferred_element_type=jnp.float32)
         return higher, total * scale + p.sum(-1), out * scale[..., None] + new
 
-    blocks = (lengths.max() + size - 1) // size
-    _, total, out = jax.lax.fori_loop(0, blocks, body, (top, p.sum(-1), out))
+    def together(*state: Array) -> tuple[Array, Array, Array]:
+        def body(j: Array, joined: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            return block(j, 0, w, (rows, lengths, *joined))
+
+        return jax.lax.fori_loop(0, -(-lengths.max() // size), body, state)
+
+    def in_groups(*state: Array) -> tuple[Array, Array, Array]:
+        count = next(c for c in range(min(GROUP, w), 0, -1) if w % c == 0)
+        blocks = -(-lengths.reshape(-1, count).max(1) // size)
+        ends = jnp.cumsum(blocks)
+
+        def body(i: Array, joined: tuple[Array, ...]) -> tuple[Array, ...]:
+            at = jnp.sum(ends <= i)
+            first = at * count
+            part = [jax.lax.dynamic_slice_in_dim(x, first, count) for x in (rows, lengths, *joined)]
+            new = block(i - (ends[at] - blocks[at]), first, count, tuple(part))
+            put = jax.lax.dynamic_update_slice_in_dim
+            return tuple(put(x, n, first, 0) for x, n in zip(joined, new, strict=True))
+
+        return jax.lax.fori_loop(0, ends[-1], body, state)
+
+    state = (top, p.sum(-1), out)
+    if w <= GROUP:
+        _, total, out = together(*state)
+    else:
+        _, total, out = jax.lax.platform_dependent(*state, cpu=in_groups, default=together)
     return ungrouped(out / total[..., None], t)
 
 

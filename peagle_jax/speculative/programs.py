@@ -193,7 +193,14 @@ class Programs:
             for k in self.sizes.drafts:
                 yield f"round of {width} sequences, K = {k}", partial(self.rounds, turn, width, k)
                 if self.guided and k == self.models.most_drafts:
-                    yield f"round of {width} sequences under grammars", partial(self._guided, turn, width, k)
+                    shape = (self.replicas, width, k + 1)
+                    masks = all_allowed(self.models.target.vocab_size, *shape)
+                    window = np.zeros(shape, np.int32)
+                    yield f"drafts of {width} sequences under grammars", partial(self.draft, turn, width, k)
+                    yield (
+                        f"verification of {width} sequences under grammars",
+                        partial(self.verify, turn, window, masks),
+                    )
             if self.models.drafter is not None and 0 in self.sizes.drafts:
                 yield f"drafter of {width} sequences", partial(self.catch_up, width)
         if pool.slots > 1:
@@ -202,8 +209,3 @@ class Programs:
         for other in (pools[j] for j in (i - 1, i + 1) if 0 <= j < len(pools)):
             order = np.zeros((self.replicas, other.slots), np.int32)
             yield f"change to {other.slots} slots of {other.positions}", partial(self.reshape, other, order)
-
-    def _guided(self, turn: Turn, width: int, k: int) -> None:
-        window = self.draft(turn, width, k)
-        masks = all_allowed(self.models.target.vocab_size, *window.shape)
-        self.verify(turn, np.zeros(window.shape, np.int32), masks)

@@ -100,7 +100,7 @@ def test_vllm_is_measured_with_and_without_the_head_if_it_is_there():
     found = flags(*argv, "--vllm-flag=--block-size=16")
     assert list(found) == ["vllm", "vllm-peagle"]
     for words in found.values():
-        assert words[:5] == ["py", "-m", "vllm.entrypoints.cli.main", "serve", "t"]
+        assert words[:5] == ["py", "-m", "vllm.entrypoints.openai.api_server", "--model", "t"]
         assert {"--enforce-eager", "--no-enable-prefix-caching", "--block-size=16"} <= set(words)
     head = config(found["vllm-peagle"])
     assert head | {"model": "x"} == {

@@ -40,6 +40,20 @@ def test_cached_attention_is_one_softmax_over_committed_slots_and_own_rows(shape
     np.testing.assert_allclose(got, want, atol=1e-5)
 
 
+def test_sequences_of_a_wide_batch_have_the_bits_that_they_have_alone():
+    """Wide batches are read in groups on CPU, each as far as its own longest sequence."""
+    lengths = jnp.array([3, 0, 290, 128, 7, 1, 129, 2, 300, 5, 0, 64])
+    w, s = len(lengths), 310
+    q, k_new, v_new = random(w, T, N, H), random(w, T, G, H, seed=1), random(w, T, G, H, seed=2)
+    k_cache, v_cache = random(w + 2, G, s, H, seed=3), random(w + 2, G, s, H, seed=4)
+    attend = jax.jit(cached_attention, static_argnums=7)
+    together = attend(q, k_new, v_new, k_cache, v_cache, lengths, causal_mask(w, T), 2)
+    for i in range(w):
+        own = (x[i : i + 1] for x in (q, k_new, v_new))
+        alone = attend(*own, k_cache, v_cache, lengths[i : i + 1], causal_mask(1, T), 2 + i)
+        np.testing.assert_allclose(together[i : i + 1], alone, atol=1e-6)
+
+
 @pytest.mark.parametrize("options", [{"block": 4}, {"block": 4, "unrolled": 1}, {"block": 64}])
 def test_documents_of_a_packed_row_stand_apart(options):
     n = 10

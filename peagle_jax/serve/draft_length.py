@@ -1,7 +1,8 @@
 """How many tokens a round drafts: never slower than no head. Pure logic, no clock.
 
 A round of K drafts gives 1 + sum of P(at least j accepted), j = 1..K, tokens a sequence on average, in a
-time that depends on how many sequences it serves. The K with the most tokens a second wins.
+time that depends on how many sequences it serves. The K with the most tokens a second wins. Rounds of idle
+slots, timed before the first request, stand in for the times of a K that no request has had yet.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class DraftLength:
         self.rates = [PRIOR**j for j in range(1, self.drafts[-1] + 1)]
         self._fixed = by_batch_size
         self._times: dict[tuple[int, int], collections.deque[float]] = {}
+        self._idle: dict[tuple[int, int], float] = {}
         self._current: dict[int, int] = {}
         self._rounds: collections.Counter[int] = collections.Counter()
         self._probes = 0
@@ -57,7 +59,9 @@ class DraftLength:
             return max((k for k in self.drafts if k <= wanted), default=self.drafts[0])
         if len(self.drafts) == 1:
             return self.drafts[0]
-        untried = [k for k in self.drafts if len(self._of(width, k)) < TRIALS]
+        untried = [
+            k for k in self.drafts if (width, k) not in self._idle and len(self._of(width, k)) < TRIALS
+        ]
         if untried:
             return untried[-1]
         self._rounds[width] += 1
@@ -79,8 +83,24 @@ class DraftLength:
         return 1 + sum(self.rates[:k])
 
     def speed(self, width: int, k: int) -> float:
-        """Tokens a second and sequence; it must have been measured."""
-        return self.tokens(k) / statistics.median(self._of(width, k))
+        """Tokens a second and sequence; the round must have been measured, or timed idle."""
+        return self.tokens(k) / self._time(width, k)
+
+    def _time(self, width: int, k: int) -> float:
+        """The median of what was measured; else the idle time, and what requests have added to those of
+        another K of the width (they fill the cache that a round reads)."""
+        if self._of(width, k):
+            return statistics.median(self._of(width, k))
+        added = [
+            statistics.median(times) / self._idle[width, j]
+            for j in self.drafts
+            if (times := self._of(width, j)) and (width, j) in self._idle
+        ]
+        return self._idle[width, k] * statistics.median(added or [1.0])
+
+    def timed_idle(self, width: int, k: int, seconds: float) -> None:
+        """The time of a round of ``width`` idle slots."""
+        self._idle[width, k] = max(seconds, 1e-9)
 
     def record(self, width: int, k: int, seconds: float) -> None:
         """The time of a dispatch that was a round and nothing else."""

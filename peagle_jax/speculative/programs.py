@@ -7,6 +7,7 @@ short list (``Pool``). ``warm_up`` runs every program once, and nothing compiles
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -21,6 +22,9 @@ from peagle_jax.speculative.round import Models
 from peagle_jax.speculative.rules import all_allowed
 from peagle_jax.speculative.sizes import Pool, Sizes
 from peagle_jax.speculative.state import Chunk, Copy, DecodeState, RoundOutput, Settings, Turn, empty_state
+
+IDLE_ROUNDS = 3
+"""Of each program, of which the fastest counts."""
 
 Progress = Callable[[str, int, int], None]
 """Told of a program that compiles: what it is, its number, and how many there are."""
@@ -179,6 +183,21 @@ class Programs:
             use()
         self.start_over(pools[0])
         jax.block_until_ready(self.state)
+
+    def idle_rounds(self, still: Turn) -> dict[tuple[int, int], float]:
+        """Seconds that a round takes which serves nobody, by width and K, in the first pool."""
+        found = {}
+        for width in self.sizes.widths_of(self.sizes.pools[0]):
+            for k in self.sizes.drafts:
+                times = []
+                for _ in range(IDLE_ROUNDS):
+                    self._pending = 0  # nobody waits for the drafter
+                    jax.block_until_ready(self.state)
+                    began = time.perf_counter()
+                    jax.block_until_ready(self.rounds(still, width, k))
+                    times.append(time.perf_counter() - began)
+                found[width, k] = min(times)
+        return found
 
     def _uses(
         self, i: int, idle: Callable[[int], Chunk], still: Turn

@@ -89,15 +89,17 @@ def parser(command: str) -> Parser:
     return made
 
 
-def dispatch(command: str, arguments: argparse.Namespace, console: Console) -> None:
-    """Runs a command. What it needs is imported here, so that --help is quick."""
+def dispatch(command: str, arguments: argparse.Namespace, console: Console) -> int:
+    """Runs a command; returns its exit status: that of a signal (128 + its number) for a run that one has
+    stopped, so that a scheduler starts it again. What a command needs is imported here, so that --help is
+    quick."""
     if command == "regenerate":
         from peagle_jax.train.regenerate import Options, regenerate
 
         given = dict(vars(arguments))
         given["template"] = tuple(given["template"].items())
         regenerate(Options(**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}), console)
-        return
+        return 0
     recipe = load_recipe(arguments.config)
     if command == "run" and arguments.distributed:
         from peagle_jax.train.processes import is_main, join
@@ -113,9 +115,11 @@ def dispatch(command: str, arguments: argparse.Namespace, console: Console) -> N
 
         show_mask(recipe, console, arguments.count)
     else:
-        from peagle_jax.train.loop import train
+        from peagle_jax.train.loop import train_until_stopped
 
-        train(recipe, console)
+        _, stopped = train_until_stopped(recipe, console)
+        return 128 + stopped if stopped else 0
+    return 0
 
 
 def check_processes(arguments: argparse.Namespace) -> None:
@@ -151,7 +155,7 @@ def main(argv: list[str] | None = None) -> int:
         try:
             if command == "run":
                 check_processes(arguments)
-            dispatch(command, arguments, Console(soft_wrap=True, markup=False))
+            return dispatch(command, arguments, Console(soft_wrap=True, markup=False))
         except ValueError as error:  # configs, vocabularies and data have errors of their own
             raise CommandError(str(error)) from error
         except RuntimeError as error:
@@ -167,7 +171,6 @@ def main(argv: list[str] | None = None) -> int:
                 f"a device or another process of this run failed: {str(error)[:300]}; the same command goes "
                 "on from the last checkpoint"
             ) from error
-        return 0
 
     if not distributed:
         return run_command(run)

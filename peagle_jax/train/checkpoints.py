@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from peagle_jax.train.faults import not_finite
@@ -22,6 +23,29 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(k): _plain(v) for k, v in value.items()}
     return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+@jax.jit
+def checksums(state: Any) -> list[jax.Array]:
+    """A sum of the bits of each array, uint32, on the devices that hold it: one changed bit changes it."""
+
+    def of(x: jax.Array) -> jax.Array:
+        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x = jax.random.key_data(x)
+        kind = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[x.dtype.itemsize]
+        bits = x if x.dtype == bool else jax.lax.bitcast_convert_type(x, kind)
+        return jnp.sum(bits, dtype=jnp.uint32)
+
+    return [of(x) for x in jax.tree.leaves(state)]
+
+
+def _differences(found: Any, expected: Any, name: str) -> str:
+    """Where two values differ, by the keys that lead there."""
+    if not (isinstance(found, dict) and isinstance(expected, dict)):
+        return f"{name} {str(found)[:100]}, not {str(expected)[:100]}"
+    keys = [key for key in {**found, **expected} if found.get(key) != expected.get(key)]
+    parts = [_differences(found.get(key), expected.get(key), f"{name}.{key}") for key in keys[:3]]
+    return "; ".join(parts) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
 
 
 @dataclasses.dataclass
@@ -107,6 +131,7 @@ class Checkpoints:
         if self.keep_best:
             self._policy.best = progress.best_step
         run = {**self.identity, "progress": dataclasses.asdict(progress)}
+        run["checksums"] = [int(x) for x in checksums(state)]
         with self._writing():
             self.manager.save(
                 step,
@@ -139,7 +164,7 @@ class Checkpoints:
         for key, value in self.identity.items():
             if found.get(key) != value:
                 raise TrainError(
-                    f"{self.folder} holds a run with another {key}: {found.get(key)}, not {value}; "
+                    f"{self.folder} holds another run: {_differences(found.get(key), value, key)}; "
                     "choose another output or delete it"
                 )
         progress = found.get("progress", {})
@@ -156,6 +181,8 @@ class Checkpoints:
             progress = Progress(**progress)
         except Exception as error:  # damaged files end in errors of every kind, bare Exception among them
             raise self._unreadable(step, error) from error
+        if (saved := found.get("checksums")) and saved != [int(x) for x in checksums(state)]:
+            raise self._unreadable(step, "its arrays are not those that were saved")
         bad = not_finite(state.params)
         if bad is not None:
             raise self._unreadable(step, f"{bad} is not finite in it")

@@ -8,12 +8,14 @@ features (R, n, C) and hidden (R, n, D), the normed last state. bfloat16 is stor
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import json
 import os
 import shutil
+import time
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -37,6 +39,8 @@ ARRAYS = ("tokens", "segment_ids", "positions", "flags", "features", "hidden")
 SPLITS = ("train", "heldout")
 DTYPES = ("bfloat16", "float32")
 VERSION = 1
+LEFT_AFTER = 3600.0
+"""Seconds without a change after which a part of a shard is nobody's: no shard takes so long to write."""
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "taps", "dtype", "parts"))
@@ -183,6 +187,14 @@ def shard_plan(rows: int, shard_rows: int) -> list[int]:
     return [min(shard_rows, rows - start) for start in range(0, rows, shard_rows)]
 
 
+def drop_leftovers(folder: Path) -> None:
+    """Removes parts of shards that killed processes have left, an hour after their last change."""
+    for part in folder.glob(".*.part"):
+        with contextlib.suppress(OSError):  # its process has just finished it
+            if time.time() - part.stat().st_mtime > LEFT_AFTER:
+                shutil.rmtree(part, ignore_errors=True)
+
+
 def write_shard(folder: Path, name: str, arrays: dict[str, np.ndarray]) -> None:
     """Writes a shard under a temporary name, then renames it. bfloat16 is stored as uint16.
 
@@ -323,7 +335,7 @@ def compute_folder(
 ) -> int:
     """Computes every shard that is not there yet, and compares the others with their checksums;
     returns how many were computed. Several processes may work on one folder; a killed one leaves a
-    hidden .part folder behind, which nothing reads. ``files`` are the names of the data, to be kept.
+    hidden .part folder behind, which the next run removes. ``files`` are the names of the data, to be kept.
 
     Raises TrainError: the folder belongs to another identity, a shard is damaged, or the disk is
     too small.
@@ -349,6 +361,7 @@ def compute_folder(
     if not begun:
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "manifest.json", manifest | {"files": list(files)})
+    drop_leftovers(folder)
     written = 0
     for split in SPLITS:
         for i, count in enumerate(plan[split]):

@@ -43,16 +43,23 @@ def total_steps(recipe: Recipe, rows: int) -> int:
     return max(math.ceil(recipe.optimizer.epochs * rows / recipe.optimizer.batch_rows), 1)
 
 
+class StopRequest(threading.Event):
+    """Set by a signal; ``signal`` is its number."""
+
+    signal = 0
+
+
 @contextlib.contextmanager
-def stop_requests() -> Iterator[threading.Event]:
+def stop_requests() -> Iterator[StopRequest]:
     """An event that SIGINT and SIGTERM set; a second signal acts as usual."""
-    event = threading.Event()
+    event = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield event
         return
     before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
 
     def request(number: int, frame: Any) -> None:
+        event.signal = number
         event.set()
         signal.signal(number, before[signal.Signals(number)])
 
@@ -180,6 +187,11 @@ class Training:
         patience = self.setup.recipe.run.patience
         return patience > 0 and self.progress.worse >= patience
 
+    @property
+    def complete(self) -> bool:
+        """Whether there is nothing left to train."""
+        return self.done >= self.steps or self.exhausted
+
     def run(self, stop: threading.Event) -> None:
         """Trains until the last step, the end of patience or ``stop``; the last state is saved."""
         every, vote = self.setup.recipe.run.checkpoint_every, StopVote(stop)
@@ -187,7 +199,7 @@ class Training:
         with progress_bar(self.console, "steps") as bar:
             task = bar.add_task("training", total=self.steps, completed=self.done, note="")
             self.advance = lambda **fields: bar.update(task, **fields)
-            while self.done < self.steps and not self.exhausted and not vote.is_set():
+            while not (self.complete or vote.is_set()):
                 tokens, batch = next(self.batches)
                 self.state, report = self.step(self.state, self.frozen, batch)
                 self.settle()
@@ -306,11 +318,9 @@ class Training:
             self.lock.release()
 
 
-def train(recipe: Recipe, console: Console) -> Path:
-    """Trains, or goes on with a run that was stopped; returns the exported head's folder.
-
-    Raises TrainError (also for a loss that is not finite), CheckpointError, ConfigError.
-    """
+def train_until_stopped(recipe: Recipe, console: Console) -> tuple[Path, int]:
+    """As ``train``; returns the head's folder, and the signal that ended the run before its last step
+    (0 if none did)."""
     check_output(recipe)
     placement = make_placement(recipe)
     with placement.assembling():
@@ -327,4 +337,12 @@ def train(recipe: Recipe, console: Console) -> Path:
                 training.close()
             raise
         training.close()
-        return head
+        return head, 0 if training.complete else stop.signal
+
+
+def train(recipe: Recipe, console: Console) -> Path:
+    """Trains, or goes on with a run that was stopped; returns the exported head's folder.
+
+    Raises TrainError (also for a loss that is not finite), CheckpointError, ConfigError.
+    """
+    return train_until_stopped(recipe, console)[0]

@@ -18,7 +18,7 @@ from peagle_jax.train.places import check_writable
 from peagle_jax.train.progress import progress_bar
 from peagle_jax.train.ranges import COUNT_OR_NONE, check_number
 from peagle_jax.train.recipe import Recipe, TrainError
-from peagle_jax.train.records import file_names, read_records
+from peagle_jax.train.records import check_sources, file_names, read_records
 from peagle_jax.train.tokens import (
     ConversationEncoder,
     Document,
@@ -29,14 +29,20 @@ from peagle_jax.train.tokens import (
 )
 
 
-def load_documents(recipe: Recipe, tokenizer: Any, cfg: TargetConfig) -> tuple[list[Document], Summary]:
-    """All usable documents of the recipe's data. Raises TrainError as ``encode_records`` does."""
-    data = recipe.data
-    if not data.files:
+def check_data(recipe: Recipe) -> None:
+    """Raises TrainError: the recipe names no data, or a file that is not there."""
+    if not recipe.data.files:
         raise TrainError(
             "data.files is empty; name at least one .jsonl or .jsonl.gz file of conversations, or "
             "hf://owner/name"
         )
+    check_sources(recipe.data.files)
+
+
+def load_documents(recipe: Recipe, tokenizer: Any, cfg: TargetConfig) -> tuple[list[Document], Summary]:
+    """All usable documents of the recipe's data. Raises TrainError as ``encode_records`` does."""
+    data = recipe.data
+    check_data(recipe)
     features.check_row_length(recipe.features.row_length, cfg)
     encoder = ConversationEncoder(tokenizer, cfg.eos_token_ids, data.template)
     summary = Summary()
@@ -80,6 +86,7 @@ def compute_features(recipe: Recipe, console: Console, dry_run: bool = False) ->
     store = recipe.features
     if store.mode == "online":
         raise TrainError("features.mode is online: training computes the features itself, nothing to store")
+    check_data(recipe)
     begun = (Path(store.folder) / "manifest.json").exists()  # nothing may be left to write then
     if not dry_run and not begun:
         check_writable("features.folder", Path(store.folder), "a folder")
@@ -140,6 +147,7 @@ def show_mask(recipe: Recipe, console: Console, count: int) -> None:
     Raises TrainError as ``load_documents`` does, or for a negative ``count``.
     """
     check_number("--count", count, COUNT_OR_NONE)
+    check_data(recipe)
     model = load_target(recipe.target, tokenizer=recipe.tokenizer)
     documents, summary = load_documents(recipe, model.tokenizer, model.config)
     opening, closing = ("", "") if console.color_system else ("⟦", "⟧")

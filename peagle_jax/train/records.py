@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import hashlib
 import json
@@ -18,6 +19,12 @@ HUB = "hf://"
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"} | {
     role: role for role in ("user", "assistant", "system", "tool")
 }
+
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+"""Of messages, in the chat templates of the families that there are."""
+
+OTHER_ENCODINGS = {codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
 
 
 def file_names(files: Sequence[str]) -> list[str]:
@@ -70,14 +77,31 @@ def read_records(
             yield made
 
 
-def _file_rows(path: Path, bad: Callable[[RecordError], None]) -> Iterator[Record]:
-    if not path.is_file():
+def check_sources(sources: Iterable[str | Path]) -> None:
+    """Raises TrainError for a data file that is not there, or is none: before minutes of other work."""
+    for source in sources:
+        if not str(source).startswith(HUB):
+            _check_file(Path(source))
+
+
+def _check_file(path: Path) -> None:
+    if path.is_file():
+        return
+    if not path.exists():
         raise TrainError(f"data file {path} does not exist")
+    found = "a folder; name the files in it" if path.is_dir() else "no regular file; copy it to one"
+    raise TrainError(f"data file {path} is {found}")
+
+
+def _file_rows(path: Path, bad: Callable[[RecordError], None]) -> Iterator[Record]:
+    _check_file(path)
     opener = gzip.open if path.name.endswith(".gz") else open
     number = 0
     try:
         with opener(path, "rb") as lines:
             for number, line in enumerate(lines, 1):
+                if number == 1 and (encoding := OTHER_ENCODINGS.get(line[:2])):
+                    raise TrainError(f"{path} is {encoding}; expected UTF-8, so write it again in that")
                 if not line.strip():
                     continue
                 where = f"{path} line {number}"
@@ -191,6 +215,9 @@ def _message(turn: dict[str, Any]) -> dict[str, Any]:
         turn = {"role": role, "content": turn.get("value")}
     if not isinstance(turn.get("role"), str):
         raise RecordError("with malformed messages", f"has the role {turn.get('role')!r}, expected a text")
+    if turn["role"] not in ROLES:
+        message = f"has the role {turn['role'][:40]!r}, expected one of {', '.join(ROLES)}"
+        raise RecordError("with an unknown role", message)
     kept = {k: v for k, v in turn.items() if v is not None}  # data sets fill absent fields with None
     content = kept.get("content", "")
     if isinstance(content, list) and all(

@@ -97,11 +97,12 @@ def start_conversation(record: dict[str, Any], number: int) -> Conversation:
     return Conversation(record, number, turns)
 
 
-def finished_ids(path: Path, target: str) -> set[str]:
+def finished_ids(path: Path, target: str, temperatures: Sequence[float]) -> set[str]:
     """Ids that an earlier run wrote; a last line that it could not finish is cut off, but only after
     every line before it has shown that the file is ours.
 
-    Raises TrainError: the file is another target's, or not readable; it is then as it was.
+    Raises TrainError: the file is another target's or was written at other temperatures, or is not
+    readable; it is then as it was.
     """
     if not path.exists():
         return set()
@@ -115,6 +116,11 @@ def finished_ids(path: Path, target: str) -> set[str]:
         if record.get("target") != target:
             raise TrainError(
                 f"{path} holds answers of {record.get('target')}, not of {target}; choose another --out"
+            )
+        if record.get("temperature") not in temperatures:
+            raise TrainError(
+                f"{path} holds answers at temperature {record.get('temperature')}, which is none of "
+                f"--temperatures; go on with those that it was begun with, or choose another --out"
             )
         ids.add(record_id(record))
     if whole < len(content):
@@ -246,7 +252,7 @@ def regenerate(options: Options, console: Console, model: LoadedTarget | None = 
     if model is None:
         model = load_target(options.model, dtype=jnp.dtype(options.dtype), tokenizer=options.tokenizer)
     out = Path(options.out)
-    done = finished_ids(out, model.name)
+    done = finished_ids(out, model.name, options.temperatures)
     waiting = [c for c in conversations if record_id(c.record) not in done]
     console.print(f"{model.name}: {len(waiting)} records to answer, {len(done)} are in {out} already")
     if not waiting:

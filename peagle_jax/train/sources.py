@@ -103,6 +103,7 @@ def _stored(recipe: Recipe) -> Source:
 
 def _online(recipe: Recipe) -> Source:
     dtype = recipe.features.dtype
+    prepare.check_data(recipe)
     target = load_target(recipe.target, dtype=jnp.dtype(dtype), tokenizer=recipe.tokenizer)
     documents, summary = prepare.load_documents(recipe, target.tokenizer, target.config)
     splits = prepare.split_rows(recipe, documents)

@@ -40,7 +40,7 @@ def test_cached_attention_is_one_softmax_over_committed_slots_and_own_rows(shape
     np.testing.assert_allclose(got, want, atol=1e-5)
 
 
-def test_sequences_of_a_wide_batch_have_the_bits_that_they_have_alone():
+def test_sequences_of_a_wide_batch_attend_as_they_do_alone():
     """Wide batches are read in groups on CPU, each as far as its own longest sequence."""
     lengths = jnp.array([3, 0, 290, 128, 7, 1, 129, 2, 300, 5, 0, 64])
     w, s = len(lengths), 310

@@ -79,6 +79,9 @@ class ScriptedDecoder:
         progress("a script", 1, 1)
         self._warm_up()
 
+    def idle_rounds(self) -> dict[tuple[int, int], float]:
+        return {}
+
     def check(self, request) -> None:
         assert len(request.prompt) > 0
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from peagle_jax.train.checkpoints import Checkpoints, Progress
+from peagle_jax.train.checkpoints import Checkpoints, Progress, checksums
 from peagle_jax.train.recipe import TrainError
 from peagle_jax.train.step import TrainState
 
@@ -96,6 +96,22 @@ def test_damage_is_told_in_one_line(checkpoints, tmp_path):
     with pytest.raises(TrainError, match=r"checkpoint 3 .* cannot be read: .*; delete its folder"):
         again.restore(state(0), 3)
     again.close()
+
+
+def test_a_changed_bit_is_noticed(checkpoints, tmp_path):
+    small = state(4).replace(params={"w": jnp.full((3, 5), 0.5), "b": jnp.zeros(3, jnp.bfloat16)})
+    changed = small.replace(params={**small.params, "w": small.params["w"].at[1, 2].set(0.50000006)})
+    before, after = (np.array(checksums(s)) for s in (small, changed))
+    assert (before != after).sum() == 1
+    checkpoints.save(4, small, Progress())
+    checkpoints.wait()
+    checkpoints.restore(small, 4)
+    (run,) = [p for p in (tmp_path / "4" / "run").iterdir() if "checksums" in p.read_text()]
+    run.write_text(run.read_text().replace(str(before[1]), str(before[1] + 1)))
+    with pytest.raises(
+        TrainError, match=r"checkpoint 4 .*: its arrays are not those that were saved; delete"
+    ):
+        checkpoints.restore(small, 4)
 
 
 def test_a_folder_that_is_no_checkpoint_is_told_in_one_line(checkpoints, tmp_path):

@@ -3,6 +3,7 @@ import json
 import os
 import resource
 import shutil
+import time
 
 import jax
 import jax.numpy as jnp
@@ -193,6 +194,15 @@ def test_bfloat16_survives_storage(tmp_path):
     assert read["features"].dtype == ml_dtypes.bfloat16
     assert (read["features"] == values).all()
     features.verify_shard(tmp_path, "train-00000")
+
+
+def test_parts_of_killed_processes_are_removed_when_they_are_old(prepared, console):
+    for name, age in ((".train-00000.7.part", 7200), (".train-00000.8.part", 60)):
+        part = prepared / "features" / name
+        part.mkdir()
+        os.utime(part, (time.time() - age,) * 2)
+    prepare.compute_features(tiny_run.recipe(prepared), console)
+    assert [p.name for p in (prepared / "features").glob(".*.part")] == [".train-00000.8.part"]
 
 
 def test_a_second_run_compares_what_is_there_with_its_checksums(prepared, console):

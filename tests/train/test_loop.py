@@ -86,11 +86,12 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(prepared, console,
 
     loop_make_step = loop.make_step
     monkeypatch.setattr(loop, "make_step", stopping)
-    train(tiny_run.recipe(prepared), console)
+    _, number = loop.train_until_stopped(tiny_run.recipe(prepared), console)
+    assert number == signal.SIGTERM
     assert "stopped after step 5 of 8; the same command goes on from there" in console.file.getvalue()
     assert (prepared / "out" / "head" / "config.json").exists()
     monkeypatch.setattr(loop, "make_step", loop_make_step)
-    train(tiny_run.recipe(prepared), console)
+    assert loop.train_until_stopped(tiny_run.recipe(prepared), console)[1] == 0
     assert "going on after step 5" in console.file.getvalue()
     found = losses(prepared)
     assert len(calls) == 5 and sorted(found) == list(range(1, 9))
@@ -125,11 +126,15 @@ def test_two_runs_never_write_to_one_folder(prepared, console):
 
 @pytest.mark.parametrize(
     ("section", "change", "named"),
-    [("head", {"num_depths": 2}, "head"), ("cod", {"ratio": 0.8}, "cod"), ("seed", 4, "seed")],
+    [
+        ("head", {"num_depths": 2}, r"head\.num_depths 2, not 3"),
+        ("cod", {"ratio": 0.8}, r"cod\.ratio"),
+        ("seed", 4, "seed 3, not 4"),
+    ],
 )
 def test_a_checkpoint_of_another_run_is_refused(prepared, console, section, change, named):
     train(tiny_run.recipe(prepared, optimizer={"steps": 1}), console)
-    with pytest.raises(TrainError, match=f"holds a run with another {named}"):
+    with pytest.raises(TrainError, match=f"holds another run: {named}"):
         train(tiny_run.recipe(prepared, **{section: change}), console)
 
 

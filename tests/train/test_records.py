@@ -1,11 +1,19 @@
 import gzip
 import json
+import os
 import sys
 
 import pytest
 
 from peagle_jax.train.recipe import TrainError
-from peagle_jax.train.records import Record, RecordError, read_records, record_id, with_messages
+from peagle_jax.train.records import (
+    Record,
+    RecordError,
+    check_sources,
+    read_records,
+    record_id,
+    with_messages,
+)
 
 USER = {"role": "user", "content": "w1 w2"}
 ANSWER = {"role": "assistant", "content": "w3"}
@@ -34,6 +42,24 @@ def test_a_bad_line_is_named(tmp_path):
         list(read_records([path]))
     with pytest.raises(TrainError, match="does not exist"):
         list(read_records([tmp_path / "none.jsonl"]))
+
+
+def test_what_is_no_data_file_is_told_before_it_is_opened(tmp_path):
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    for name, found in ((".", "a folder; name the files in it"), ("pipe.jsonl", "no regular file")):
+        with pytest.raises(TrainError, match=f"is {found}"):
+            check_sources([tmp_path / name])
+    with pytest.raises(TrainError, match="does not exist"):
+        check_sources([tmp_path / "none.jsonl"])
+    check_sources(["hf://a/b"])  # the hub is asked when it is read
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+def test_a_file_in_another_encoding_is_told(tmp_path, encoding):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes('\ufeff{"id": 1}\n'.encode(encoding))
+    with pytest.raises(TrainError, match="is UTF-16; expected UTF-8"):
+        collected([path])
 
 
 def test_what_follows_a_bad_line_is_not_lost(tmp_path):
@@ -111,6 +137,11 @@ def test_prompts_are_left_to_regenerate():
             {"messages": [{**USER, "content": [{"type": "image_url", "image_url": "x"}]}]},
             "with content that is not text",
             "message 1 has content that is not text",
+        ),
+        (
+            {"messages": [USER, {"role": "asistant", "content": "w3"}]},
+            "with an unknown role",
+            "message 2 has the role 'asistant', expected one of system, developer, user, assistant",
         ),
         (
             {"conversations": [{"from": "narrator", "value": "w1"}]},

@@ -132,7 +132,7 @@ def test_an_empty_answer_is_not_written(tmp_path, model, console, monkeypatch):
 def test_answers_of_another_target_are_not_mixed(tmp_path):
     (tmp_path / "out.jsonl").write_text(json.dumps({"id": 1, "target": "other", "messages": []}) + "\n")
     with pytest.raises(TrainError, match="holds answers of other, not of tiny; choose another --out"):
-        finished_ids(tmp_path / "out.jsonl", "tiny")
+        finished_ids(tmp_path / "out.jsonl", "tiny", (0.0,))
 
 
 @pytest.mark.parametrize(
@@ -203,6 +203,14 @@ def test_records_without_a_question_are_named():
         start_conversation({"id": 5, "messages": [{"role": "system", "content": "x"}]}, 0)
 
 
+def test_answers_at_other_temperatures_are_not_mixed(tmp_path):
+    path = tmp_path / "out.jsonl"
+    path.write_text(json.dumps({"id": 1, "target": "tiny", "temperature": 0.7, "messages": []}) + "\n")
+    assert finished_ids(path, "tiny", (0.0, 0.7)) == {"1"}
+    with pytest.raises(TrainError, match="holds answers at temperature 0.7, which is none of --temperatures"):
+        finished_ids(path, "tiny", (0.0, 1.0))
+
+
 def test_groups_hold_prompts_of_like_length():
     made = [start_conversation({"id": i, "prompt": "x" * n}, i) for i, n in enumerate([5, 90, 7, 95, 6, 99])]
     groups = groups_by_length(made, 3)
@@ -217,7 +225,7 @@ def test_a_file_that_is_not_ours_is_left_as_it_was(tmp_path, content):
     path = tmp_path / "out.jsonl"
     path.write_text(content)
     with pytest.raises(TrainError):
-        finished_ids(path, "tiny")
+        finished_ids(path, "tiny", (0.0,))
     assert path.read_text() == content
 
 

@@ -79,7 +79,7 @@ def rope_tables(
         angles = positions[..., None].astype(jnp.float32) * frequencies
         return jnp.cos(angles) * scale, jnp.sin(angles) * scale
 
-    return computed_apart(tables, positions, positions.ravel()[0] >= 0)
+    return computed_apart(tables, positions, positions[(0,) * positions.ndim] >= 0)
 
 
 def apply_rope(

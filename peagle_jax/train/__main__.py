@@ -179,7 +179,7 @@ def main(argv: list[str] | None = None) -> int:
         status = run_command(run)
     except Exception:
         traceback.print_exc()
-    if status:
+    if 0 < status < 128:  # a stop is everybody's, and all come to the farewell
         from peagle_jax.train.processes import leave
 
         leave(status)

@@ -337,7 +337,8 @@ def train_until_stopped(recipe: Recipe, console: Console) -> tuple[Path, int]:
                 training.close()
             raise
         training.close()
-        return head, 0 if training.complete else stop.signal
+        # Another process of the run may be the one that was told to stop.
+        return head, 0 if training.complete else stop.signal or signal.SIGTERM
 
 
 def train(recipe: Recipe, console: Console) -> Path:

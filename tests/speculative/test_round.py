@@ -89,12 +89,15 @@ def test_nothing_compiles_after_warm_up():
         lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None
     )
     try:
+        idle = d.idle_rounds()
         for sampling in SAMPLINGS:
             tokens(d, PROMPTS[3], sampling)
     finally:
         jax.monitoring.clear_event_listeners()
     assert d.compilations == before == 2
     assert compiled == []
+    assert idle.keys() == {(1, 3)}
+    assert idle[1, 3] > 0
 
 
 def test_batch_mates_rounds_and_late_reading_do_not_change_a_sequence(plain):

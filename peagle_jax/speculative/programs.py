@@ -181,7 +181,7 @@ class Programs:
             where = f", {pool.slots} slots of {pool.positions}" if len(pools) > 1 else ""
             progress(what + where, number, len(plan))
             use()
-        self.start_over(pools[0])
+        self.start_over(self.sizes.pools[0])
         jax.block_until_ready(self.state)
 
     def idle_rounds(self, still: Turn) -> dict[tuple[int, int], float]:

@@ -127,9 +127,9 @@ def test_two_runs_never_write_to_one_folder(prepared, console):
 @pytest.mark.parametrize(
     ("section", "change", "named"),
     [
-        ("head", {"num_depths": 2}, r"head\.num_depths 2, not 3"),
-        ("cod", {"ratio": 0.8}, r"cod\.ratio"),
-        ("seed", 4, "seed 3, not 4"),
+        ("head", {"num_depths": 2}, r"head\.num_depths \d, not 2"),
+        ("cod", {"ratio": 0.8}, r"cod\.ratio .*, not 0.8"),
+        ("seed", 4, r"seed \d, not 4"),
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused(prepared, console, section, change, named):

@@ -167,7 +167,7 @@ class Engine:
         outcome: float | Exception
         try:
             self._decoder.warm_up(self._on_progress or (lambda what, number, count: None))
-            for (width, k), seconds in self._decoder.idle_rounds().items():
+            for (width, k), seconds in self._decoder.idle_rounds(time.perf_counter).items():
                 self._draft_length.timed_idle(width, k, seconds)
             self._decoder.start_over(self._scheduler.pool)
             outcome = time.perf_counter() - began

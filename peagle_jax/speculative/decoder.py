@@ -209,10 +209,10 @@ class Decoder:
         """
         self._programs.warm_up(progress, lambda width: self._chunk({}, width), self._turn((), None))
 
-    def idle_rounds(self) -> dict[tuple[int, int], float]:
-        """Seconds that a round takes which serves nobody, by (width, K), in the first pool. No request may
-        be in a slot."""
-        return self._programs.idle_rounds(self._turn((), None))
+    def idle_rounds(self, clock: Callable[[], float]) -> dict[tuple[int, int], float]:
+        """Seconds of ``clock`` that a round takes which serves nobody, by (width, K), in the first pool.
+        No request may be in a slot."""
+        return self._programs.idle_rounds(self._turn((), None), clock)
 
     # -- dispatches --------------------------------------------------------------------------
 

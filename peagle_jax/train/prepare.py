@@ -86,10 +86,10 @@ def compute_features(recipe: Recipe, console: Console, dry_run: bool = False) ->
     store = recipe.features
     if store.mode == "online":
         raise TrainError("features.mode is online: training computes the features itself, nothing to store")
-    check_data(recipe)
     begun = (Path(store.folder) / "manifest.json").exists()  # nothing may be left to write then
     if not dry_run and not begun:
         check_writable("features.folder", Path(store.folder), "a folder")
+    check_data(recipe)
     dtype = jnp.dtype(store.dtype)
     console.print(f"loading the target {recipe.target or '(embedded default)'} in {store.dtype}")
     model = load_target(recipe.target, dtype=dtype, tokenizer=recipe.tokenizer)

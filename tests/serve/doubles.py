@@ -79,7 +79,7 @@ class ScriptedDecoder:
         progress("a script", 1, 1)
         self._warm_up()
 
-    def idle_rounds(self) -> dict[tuple[int, int], float]:
+    def idle_rounds(self, clock) -> dict[tuple[int, int], float]:
         return {}
 
     def check(self, request) -> None:

@@ -11,20 +11,16 @@ from jaxtyping import Array
 
 
 def computed_apart(f: Callable[[Array], Any], x: Array, holds: Array) -> Any:
-    """``f(x)`` as arrays of its own; ``holds`` is a traced scalar that is true for every sound x.
+    """``f(x)`` as float arrays of its own; ``holds`` is a traced scalar that is true for every sound x.
 
     XLA:CPU fuses what it takes for cheap into every reader and computes it again there: a rotation's sines
     once a layer, head and half, a transpose as a product with widened operands. It drops optimization
-    barriers first, but it cannot fuse through a conditional. The other branch gives zeros (NaN of
-    floats), and never runs. Other platforms get f alone.
+    barriers first, but it cannot fuse through a conditional. The other branch gives NaN, and never runs.
+    Other platforms get f alone.
     """
 
     def otherwise(x: Array) -> Any:
-        kinds = jax.eval_shape(f, x)
-        return jax.tree.map(
-            lambda a: jnp.full(a.shape, jnp.nan if jnp.issubdtype(a.dtype, jnp.floating) else 0, a.dtype),
-            kinds,
-        )
+        return jax.tree.map(lambda a: jnp.full(a.shape, jnp.nan, a.dtype), jax.eval_shape(f, x))
 
     def guarded(x: Array, holds: Array) -> Any:
         return jax.lax.cond(holds, f, otherwise, x)

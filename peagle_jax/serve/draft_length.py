@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 MARGIN = 1.05
 """Another K must promise that much more than the one in use, so that noise does not switch."""
@@ -51,6 +51,11 @@ class DraftLength:
         self._current: dict[int, int] = {}
         self._rounds: collections.Counter[int] = collections.Counter()
         self._probes = 0
+
+    @property
+    def needs_times(self) -> bool:
+        """Whether a choice depends on how long rounds take."""
+        return self._fixed is None and len(self.drafts) > 1
 
     def choose(self, width: int, running: int) -> int:
         """K of the next round, which serves ``running`` sequences in a program of ``width``."""
@@ -98,9 +103,9 @@ class DraftLength:
         ]
         return self._idle[width, k] * statistics.median(added or [1.0])
 
-    def timed_idle(self, width: int, k: int, seconds: float) -> None:
-        """The time of a round of ``width`` idle slots."""
-        self._idle[width, k] = max(seconds, 1e-9)
+    def timed_idle(self, seconds: Mapping[tuple[int, int], float]) -> None:
+        """The times of rounds of idle slots, by (width, K)."""
+        self._idle.update({at: max(time, 1e-9) for at, time in seconds.items()})
 
     def record(self, width: int, k: int, seconds: float) -> None:
         """The time of a dispatch that was a round and nothing else."""

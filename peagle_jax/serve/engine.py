@@ -167,8 +167,8 @@ class Engine:
         outcome: float | Exception
         try:
             self._decoder.warm_up(self._on_progress or (lambda what, number, count: None))
-            for (width, k), seconds in self._decoder.idle_rounds(time.perf_counter).items():
-                self._draft_length.timed_idle(width, k, seconds)
+            if self._draft_length.needs_times:
+                self._draft_length.timed_idle(self._decoder.idle_rounds(time.perf_counter))
             self._decoder.start_over(self._scheduler.pool)
             outcome = time.perf_counter() - began
         except Exception as error:

@@ -26,17 +26,18 @@ def _plain(value: Any) -> Any:
 
 
 @jax.jit
-def checksums(state: Any) -> list[jax.Array]:
-    """A sum of the bits of each array, uint32, on the devices that hold it: one changed bit changes it."""
-
+def _checksums(state: Any) -> list[jax.Array]:
     def of(x: jax.Array) -> jax.Array:
-        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-            x = jax.random.key_data(x)
-        kind = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[x.dtype.itemsize]
-        bits = x if x.dtype == bool else jax.lax.bitcast_convert_type(x, kind)
+        bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
         return jnp.sum(bits, dtype=jnp.uint32)
 
     return [of(x) for x in jax.tree.leaves(state)]
+
+
+def checksums(state: Any) -> list[int]:
+    """A sum of the bits of each array of numbers, made on the devices that hold it: one changed bit changes
+    it."""
+    return [int(x) for x in jax.device_get(_checksums(state))]
 
 
 def _differences(found: Any, expected: Any, name: str) -> str:
@@ -131,7 +132,7 @@ class Checkpoints:
         if self.keep_best:
             self._policy.best = progress.best_step
         run = {**self.identity, "progress": dataclasses.asdict(progress)}
-        run["checksums"] = [int(x) for x in checksums(state)]
+        run["checksums"] = checksums(state)
         with self._writing():
             self.manager.save(
                 step,
@@ -181,7 +182,7 @@ class Checkpoints:
             progress = Progress(**progress)
         except Exception as error:  # damaged files end in errors of every kind, bare Exception among them
             raise self._unreadable(step, error) from error
-        if (saved := found.get("checksums")) and saved != [int(x) for x in checksums(state)]:
+        if (saved := found.get("checksums")) and saved != checksums(state):
             raise self._unreadable(step, "its arrays are not those that were saved")
         bad = not_finite(state.params)
         if bad is not None:

@@ -40,9 +40,9 @@ def check_data(recipe: Recipe) -> None:
 
 
 def load_documents(recipe: Recipe, tokenizer: Any, cfg: TargetConfig) -> tuple[list[Document], Summary]:
-    """All usable documents of the recipe's data. Raises TrainError as ``encode_records`` does."""
+    """All usable documents of the recipe's data, of which ``check_data`` approves. Raises TrainError as
+    ``encode_records`` does."""
     data = recipe.data
-    check_data(recipe)
     features.check_row_length(recipe.features.row_length, cfg)
     encoder = ConversationEncoder(tokenizer, cfg.eos_token_ids, data.template)
     summary = Summary()

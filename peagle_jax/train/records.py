@@ -24,7 +24,7 @@ SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"} | {
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 """Of messages, in the chat templates of the families that there are."""
 
-OTHER_ENCODINGS = {codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
+UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 def file_names(files: Sequence[str]) -> list[str]:
@@ -100,8 +100,8 @@ def _file_rows(path: Path, bad: Callable[[RecordError], None]) -> Iterator[Recor
     try:
         with opener(path, "rb") as lines:
             for number, line in enumerate(lines, 1):
-                if number == 1 and (encoding := OTHER_ENCODINGS.get(line[:2])):
-                    raise TrainError(f"{path} is {encoding}; expected UTF-8, so write it again in that")
+                if number == 1 and line.startswith(UTF16):
+                    raise TrainError(f"{path} is UTF-16; expected UTF-8, so write it again in that")
                 if not line.strip():
                     continue
                 where = f"{path} line {number}"

@@ -67,13 +67,6 @@ def _stored(recipe: Recipe) -> Source:
     folders = (recipe.features.folder, *recipe.features.also)
     manifests = [features.read_manifest(Path(folder)) for folder in folders]
     manifest = manifests[0]
-    target = load_target(recipe.target, dtype=jnp.dtype(manifest["dtype"]), tokenizer=recipe.tokenizer)
-    weights = features.weights_digest(target.params)
-    if manifest["weights"] != weights:
-        raise TrainError(
-            f"{recipe.features.folder} holds features of {manifest['target']} with other weights than "
-            f"{target.name} in {manifest['dtype']}; compute them again or name that target"
-        )
     for key in ("dtype", "row_length"):
         asked = getattr(recipe.features, key)
         if manifest[key] != asked:
@@ -81,6 +74,13 @@ def _stored(recipe: Recipe) -> Source:
                 f"{recipe.features.folder} holds features of {key} {manifest[key]}, but features.{key} is "
                 f"{asked}; set it to that, or compute features into another folder"
             )
+    target = load_target(recipe.target, dtype=jnp.dtype(manifest["dtype"]), tokenizer=recipe.tokenizer)
+    weights = features.weights_digest(target.params)
+    if manifest["weights"] != weights:
+        raise TrainError(
+            f"{recipe.features.folder} holds features of {manifest['target']} with other weights than "
+            f"{target.name} in {manifest['dtype']}; compute them again or name that target"
+        )
     made_of, named = manifest.get("files") or [], file_names(recipe.data.files)
     if made_of and made_of != named:
         raise TrainError(

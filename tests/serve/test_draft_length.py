@@ -84,24 +84,28 @@ def test_one_compiled_length_is_the_choice():
     assert DraftLength((3,)).choose(8, 2) == 3
 
 
+def test_times_are_needed_only_where_there_is_a_choice():
+    assert DraftLength((0, 5)).needs_times
+    assert not DraftLength((5,)).needs_times
+    assert not DraftLength((0, 5), by_batch_size=[(1, 4, 5)]).needs_times
+
+
 def test_idle_times_stand_in_for_trials():
     machine = Machine(fixed=20, per_row=0.25, draft=0.3, rate=0.4)
     chooser = DraftLength((0, 2, 5))
-    for k in (0, 2, 5):
-        chooser.timed_idle(64, k, machine.seconds(64, k) / 2)  # a cache with nothing in it is soon read
+    # A cache with nothing in it is soon read.
+    chooser.timed_idle({(64, k): machine.seconds(64, k) / 2 for k in (0, 2, 5)})
     _, chosen = run(chooser, machine, 64, 100)
     assert chosen.count(0) > 95
     # Rounds that come with prompts are not timed; they must not be tried out for ever.
     fresh = DraftLength((0, 5))
-    fresh.timed_idle(8, 0, 1.0)
-    fresh.timed_idle(8, 5, 10.0)
+    fresh.timed_idle({(8, 0): 1.0, (8, 5): 10.0})
     assert [fresh.choose(8, 8) for _ in range(20)] == [0] * 20
 
 
 def test_an_idle_time_grows_with_what_requests_add_to_the_others():
     chooser = DraftLength((0, 5))
-    chooser.timed_idle(4, 0, 1.0)
-    chooser.timed_idle(4, 5, 2.0)
+    chooser.timed_idle({(4, 0): 1.0, (4, 5): 2.0})
     before = chooser.speed(4, 5)
     chooser.record(4, 0, 3.0)
     assert chooser.speed(4, 5) == pytest.approx(before / 3)

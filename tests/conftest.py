@@ -12,6 +12,25 @@ os.environ["XLA_FLAGS"] = " ".join(
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import pytest
+
 from peagle_jax.xla import tune_cpu
 
 tune_cpu()  # as every command does, and as the processes that tests start then find it done
+
+MOST_MAPS = 20_000
+"""Memory maps at which compiled programs are let go. Each holds a few, and Linux grants a process 65,530 in
+all (vm.max_map_count): past them nothing compiles any more, and threads wait for one another for ever."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_programs() -> Iterator[None]:
+    """Programs of earlier files are let go before a process has too many."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPS:
+        jax.clear_caches()

@@ -211,7 +211,8 @@ class Decoder:
 
     def idle_rounds(self, clock: Callable[[], float]) -> dict[tuple[int, int], float]:
         """Seconds of ``clock`` that a round takes which serves nobody, by (width, K), in the first pool.
-        No request may be in a slot."""
+        Slots are emptied."""
+        self.start_over(self.sizes.pools[0])
         return self._programs.idle_rounds(self._turn((), None), clock)
 
     # -- dispatches --------------------------------------------------------------------------

@@ -122,8 +122,9 @@ def start(decoder):
         try:
             engine = Engine(decoder, copy.deepcopy(TOKENIZER), K, **options)
             engine.start()
-            while engine.state != "ready":
+            while engine.state == "warming":
                 time.sleep(0.001)
+            assert engine.state == "ready", engine.failure
         finally:
             decoder.warm_up = warm
         engines.append(engine)

@@ -59,7 +59,7 @@ def from_target(recipe, cfg, target: TargetConfig, table):
     """Abstract head weights that start as the target's last layers."""
     family = next(f for f in registry.FAMILIES if f.name == target.family)
     shapes, fields = layer_shapes(target.block), family.layer_fields({})
-    layer = BlockParams(**{field: abstract(*shapes[field][::-1]) for field in fields})
+    layer = BlockParams(**{field: abstract(*shapes[field]) for field in fields})
     params = TargetParams(table, (layer,) * target.num_layers, abstract(target.hidden_size), table)
     ids = jnp.arange(cfg.draft_vocab_size)
     mean = abstract(cfg.feature_size, dtype=jnp.float32)

@@ -47,13 +47,14 @@ def launches(args: argparse.Namespace) -> list[Launch]:
     if not args.prefix_caching:
         common.append("--no-enable-prefix-caching")
     k = args.num_speculative_tokens
+    most = args.most_speculative_tokens or k
     own = [*common, *(["--model", args.model] if args.model else []), *args.server_flag]
     head = {"model": args.head} if args.head else {}
     fixed = {"num_speculative_tokens_per_batch_size": [[1, args.max_num_seqs, k]]}
     configs: dict[str, Any] = {
         "off": None,
         "peagle": head | {"method": "peagle", "num_speculative_tokens": k} | fixed,
-        "adaptive": head | {"method": "peagle", "num_speculative_tokens": k},
+        "adaptive": head | {"method": "peagle", "num_speculative_tokens": most},
     }
     if args.eagle3_head:
         method = {"model": args.eagle3_head, "method": "eagle3", "num_speculative_tokens": k}
@@ -283,6 +284,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--head", help="P-EAGLE head's folder, vLLM's too (default: the shipped one)")
     add("--eagle3-head", metavar="HEAD", help="EAGLE-3 head's folder; without it no server eagle3")
     add("--num-speculative-tokens", type=int, default=5, metavar="K", help="of every head (default: 5)")
+    add("--most-speculative-tokens", type=int, metavar="K", help="of the adaptive server (default: the same)")
     add("--vllm-python", metavar="PYTHON", help="of an environment with vLLM; without it none is measured")
     add("--vllm-target", metavar="DIR", help="the target as export_hf_target.py writes it, for vLLM")
     add("--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="of all servers")

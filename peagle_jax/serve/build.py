@@ -15,7 +15,6 @@ from peagle_jax.serve.draft_length import DraftLength
 from peagle_jax.serve.engine import Engine
 from peagle_jax.serve.speculative_config import SpeculativeOptions
 from peagle_jax.speculative.decoder import Decoder
-from peagle_jax.speculative.sizes import widths_of
 
 log = logging.getLogger(__name__)
 
@@ -41,14 +40,6 @@ def sequences(options: EngineOptions) -> int:
     """Slots of a replica."""
     default = CPU_SEQUENCES if jax.default_backend() == "cpu" else SEQUENCES
     return options.max_num_seqs or default
-
-
-def widths(slots: int) -> tuple[int, ...] | None:
-    """The slots that a round may serve; None leaves it to the decoder. On CPU two sequences take little less
-    time than four, and each width half a minute or so of compilation."""
-    if jax.default_backend() != "cpu":
-        return None
-    return tuple(w for w in widths_of(slots) if w != 2 or w == slots)
 
 
 def draft_lengths(most: int, speculative: SpeculativeOptions) -> set[int]:
@@ -94,7 +85,6 @@ def build_decoder(
         rounds=options.rounds_per_dispatch or 1,
         memory_utilization=options.gpu_memory_utilization or MEMORY_UTILIZATION,
         batch=sequences(options),
-        widths=widths(sequences(options)),
         draft_lengths=draft_lengths(loaded.num_speculative_tokens, speculative),
         devices=jax.devices()[: options.data_parallel_size],
         replicate_backend=cast(Literal["pmap", "shard_map"], options.replicate or "pmap"),

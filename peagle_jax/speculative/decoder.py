@@ -280,7 +280,8 @@ class Decoder:
     ) -> Flight:
         """One round with the host in its middle. ``window_for(slot, drafts)`` is what a grammar makes of them
         (``TokenMatcher.window``): drafts, and masks uint32 (K + 1, ceil(V/32)); None allows all."""
-        width, turn = self.width_for(active), self._turn(active, drafting)
+        needed, turn = self._row(max(active)) + 1, self._turn(active, drafting)
+        width = next(w for w in self.sizes.guided_widths_of(self.pool) if w >= needed)
         tokens = local_rows(self._programs.draft(turn, width, k))
         masks = np.tile(self._all_allowed, (*tokens.shape, 1))
         for slot in active:

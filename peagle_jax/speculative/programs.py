@@ -208,9 +208,10 @@ class Programs:
         for chunk in self.sizes.chunks:
             yield f"prompt chunk of {chunk}", lambda n=chunk: self.prefill(idle(n))
         for width in self.sizes.widths_of(pool):
+            guided = self.guided and width in self.sizes.guided_widths_of(pool)
             for k in self.sizes.drafts:
                 yield f"round of {width} sequences, K = {k}", partial(self.rounds, turn, width, k)
-                if self.guided and k == self.models.most_drafts:
+                if guided and k == self.models.most_drafts:
                     shape = (self.replicas, width, k + 1)
                     masks = all_allowed(self.models.target.vocab_size, *shape)
                     window = np.zeros(shape, np.int32)

@@ -43,6 +43,12 @@ class Sizes:
         """The narrowest compiled width that serves the first ``slots`` slots of a pool."""
         return next(w for w in self.widths_of(pool) if w >= slots)
 
+    def guided_widths_of(self, pool: Pool) -> tuple[int, ...]:
+        """The widths that rounds under grammars are compiled for: such a round waits for the host in any
+        case, and each width of it is two more programs."""
+        widths = self.widths_of(pool)
+        return tuple(sorted({widths[0], widths[-1]}))
+
     def chunk_for(self, tokens: int) -> int:
         """The shortest compiled chunk that holds so many tokens, or the longest one."""
         return next((t for t in self.chunks if t >= tokens), self.chunks[-1])

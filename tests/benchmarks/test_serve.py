@@ -82,6 +82,8 @@ def test_each_server_gets_its_flags():
     assert config(found["adaptive"]) == {"method": "peagle", **k}
     assert config(found["peagle"]) == {"method": "peagle", **k, **fixed}
     assert config(found["eagle3"]) == {"model": "e", "method": "eagle3", **k, **fixed}
+    more = flags("--num-speculative-tokens", "3", "--most-speculative-tokens", "7")
+    assert [config(more[name])["num_speculative_tokens"] for name in ("peagle", "adaptive")] == [3, 7]
 
 
 def test_our_server_takes_its_flags():

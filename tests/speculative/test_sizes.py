@@ -30,6 +30,7 @@ def test_widths_are_powers_of_two_and_all_slots():
     sizes = Sizes((Pool(6, 10), Pool(3, 20)), (1, 2, 4, 6), (0,), (8,))
     assert [sizes.widths_of(pool) for pool in sizes.pools] == [(1, 2, 4, 6), (1, 2, 3)]
     assert [sizes.width_for(n, sizes.pools[1]) for n in (1, 2, 3)] == [1, 2, 3]
+    assert [sizes.guided_widths_of(Pool(n, 10)) for n in (1, 2, 6)] == [(1,), (1, 2), (1, 6)]
 
 
 @pytest.mark.parametrize(("tokens", "width"), [(1, 32), (32, 32), (33, 128), (128, 128), (500, 128)])

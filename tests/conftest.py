@@ -23,8 +23,8 @@ from peagle_jax.xla import tune_cpu
 tune_cpu()  # as every command does, and as the processes that tests start then find it done
 
 MOST_MAPS = 20_000
-"""Memory maps at which compiled programs are let go. Each holds a few, and Linux grants a process 65,530 in
-all (vm.max_map_count): past them nothing compiles any more, and threads wait for one another for ever."""
+"""Memory maps at which compiled programs are let go. Each holds a few, and the suite makes tens of thousands;
+Linux grants a process 65,530 (vm.max_map_count), and past them nothing compiles any more."""
 
 
 @pytest.fixture(autouse=True, scope="module")

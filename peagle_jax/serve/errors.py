@@ -63,6 +63,7 @@ def validation_error(errors: list[Any]) -> APIError:
     first = errors[0]
     if first["type"] == "json_invalid":
         reason, place = first.get("ctx", {}).get("error", "unreadable"), first["loc"][-1]
+        reason = reason.removesuffix(" at")
         return APIError(f"the body is not valid JSON: {reason} at character {place}", code="invalid_json")
     path = [str(part)[:60] for part in first["loc"] if part != "body" and not _is_tag(part)]
     context = first.get("ctx") or {}

@@ -52,10 +52,16 @@ def _fault(message: str) -> str:
     return re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", message)[:300]
 
 
+def _no_state(message: str) -> str:
+    """What llguidance says of a matcher, without its inner state. It has a name for a grammar of no text."""
+    message = message.split("<state>")[0]
+    return "no text satisfies it" if "NoExtension" in message else message
+
+
 def _load(spec: GrammarSpec) -> Any:
     try:
         return json.loads(spec.value)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"expected JSON, found {spec.value[:60]!r} ({error})") from None
 
 
@@ -82,7 +88,7 @@ class Matcher:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise ValueError(f"the grammar failed: {_one_line(self._matcher.get_error())[:300]}")
+            raise ValueError(f"the grammar failed: {_one_line(_no_state(self._matcher.get_error()))[:300]}")
 
     def window_masks(self, drafts: Sequence[int]) -> np.ndarray:
         """Uint32 (len(drafts) + 1, ceil(V / 32)): row i has the bits of what may follow ``drafts[:i]``.
@@ -179,10 +185,13 @@ class GrammarCompiler:
             words = _load(spec)
             if not (isinstance(words, list) and words and all(isinstance(w, str) and w for w in words)):
                 raise ValueError("expected a list of one or more strings that are not empty")
-            lark = "start: " + " | ".join(json.dumps(w, ensure_ascii=False) for w in words)
-            return LLMatcher.grammar_from_lark(lark)
+            # One terminal: as rules of their own, llguidance takes no more than 2,000.
+            lark = " | ".join(json.dumps(w, ensure_ascii=False) for w in words)
+            return LLMatcher.grammar_from_lark(f"start: WORD\nWORD: {lark}")
         if not spec.value.strip():
             raise ValueError("it is empty")
+        if spec.kind == "regex" and re.search(r"(?<!\\)(\\\\)*\\\Z", spec.value):
+            raise ValueError("it ends in a backslash that escapes nothing")
         return grammar_from("regex" if spec.kind == "regex" else "grammar", spec.value)
 
     def compile(self, spec: GrammarSpec) -> Matcher:
@@ -202,8 +211,15 @@ class GrammarCompiler:
             if message and not message.startswith("WARNING"):
                 raise ValueError(message)
             fresh = LLMatcher(self._tokenizer, text, log_level=0)
-            if fresh.is_error():
-                raise ValueError(fresh.get_error())
+            # A grammar of no text fails with its first mask only, one that is too large with its second
+            # matcher, since matchers share the lexer.
+            for first in (fresh.deep_copy(), fresh.deep_copy()):
+                if not first.is_error():
+                    first.compute_bitmask()
+                if first.is_error():
+                    raise ValueError(_no_state(first.get_error()))
+        except RecursionError:
+            raise ValueError(f"{spec.kind} cannot be used: it is nested too deeply") from None
         except ValueError as error:
             raise ValueError(f"{spec.kind} cannot be used: {_fault(str(error))}") from None
         with self._lock:

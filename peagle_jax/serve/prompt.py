@@ -12,7 +12,7 @@ class PromptError(ValueError):
     """A prompt that the model's template or tokenizer does not take; the message is one line."""
 
 
-def render_chat(tokenizer: Any, messages: Sequence[dict[str, Any]], **options: Any) -> str:
+def render_chat(tokenizer: Any, messages: Sequence[dict[str, Any]], /, **options: Any) -> str:
     """The messages in the model's chat template, ending where the answer begins.
 
     ``options`` are the template's: ``tools``, ``documents``, ``add_generation_prompt`` (True unless given),

@@ -20,6 +20,8 @@ MAX_CHOICES = 128
 """Of one prompt: OpenAI's limit."""
 MAX_PROMPTS = 2048
 MAX_BIAS = 100.0
+MAX_DEPTH = 100
+"""Of schemas, templates' values and documents: what reads them goes down a call a level."""
 
 Int64 = Annotated[int, Field(ge=-INT64 - 1, le=INT64)]
 Count = Annotated[int, Field(ge=0, le=INT64)]
@@ -37,17 +39,21 @@ def check_text(text: str) -> str:
     return text
 
 
-def check_texts(value: Any) -> Any:
-    """``check_text`` for every string in a JSON value, keys among them."""
+def check_texts(value: Any, depth: int = 0) -> Any:
+    """``check_text`` for every string in a JSON value, keys among them, and a bound on how deep it goes."""
+    if depth > MAX_DEPTH:
+        raise PydanticCustomError(
+            "depth", "expected at most {most} levels, one inside the other", {"most": MAX_DEPTH}
+        )
     if isinstance(value, str):
         check_text(value)
     elif isinstance(value, dict):
         for key, item in value.items():
             check_text(str(key))
-            check_texts(item)
+            check_texts(item, depth + 1)
     elif isinstance(value, list):
         for item in value:
-            check_texts(item)
+            check_texts(item, depth + 1)
     return value
 
 
@@ -67,7 +73,7 @@ class GenerationRequest(BaseModel):
 
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    min_tokens: Annotated[int, Field(ge=0)] = 0
+    min_tokens: Count = 0
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
     best_of: int | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None

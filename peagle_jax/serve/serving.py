@@ -106,7 +106,7 @@ class ServedModel:
             structured = self._chat_grammar(body, prompts[0].text)
             keep_special = needs_special_tokens(self.tool_parser, self.reasoning_parser)
         elif isinstance(body, CompletionRequest):
-            structured = self._grammar(grammar_of(body), "structured_outputs")
+            structured = self._grammar(*grammar_of(body))
             prompts, param = self._completion_prompts(body), "prompt"
             keep_special = False
         else:
@@ -117,6 +117,7 @@ class ServedModel:
             self._check_ids(prompt.ids, param)  # the tokenizer's too: it may have been named by itself
         stop_ids = self._stop_ids(body)
         seed = self._seeds.getrandbits(63) if body.seed is None else body.seed
+        self._check_least(body, min(len(prompt.ids) for prompt in prompts), stop_ids)
         requests = [
             EngineRequest(
                 request_id=request_id if len(prompts) * body.n == 1 else f"{request_id}-{place * body.n + i}",
@@ -244,7 +245,7 @@ class ServedModel:
 
     def _chat_grammar(self, body: ChatRequest, prompt: str) -> GrammarSpec | None:
         """The grammar of an answer to the rendered prompt: its reasoning, and then what is demanded of it."""
-        spec, forced, param = grammar_of(body), None, "response_format"
+        (spec, param), forced = grammar_of(body), None
         if body.choice != "none":
             if self.tool_parser is None:
                 raise invalid(
@@ -258,7 +259,7 @@ class ServedModel:
             forced = tool_format(tools, choice, self.tool_parser, body.parallel_tool_calls)
         if forced is not None:
             if spec is not None:
-                raise invalid("response_format and a required tool call exclude each other", param)
+                raise invalid(f"{param} and a required tool call exclude each other", param)
             param = "tools"
         try:
             form = reasoning_form(self.reasoning_parser, prompt)
@@ -309,6 +310,22 @@ class ServedModel:
                 "stop_token_ids",
             )
         return stop_ids
+
+    def _check_least(self, body: GenerationRequest, prompt: int, stop_ids: frozenset[int]) -> None:
+        """Whether an answer can have ``min_tokens``; ``prompt`` is the shortest one's length."""
+        least, room = body.min_tokens, max(self.max_model_len - prompt, 1)
+        if body.wanted_tokens is None and least > room:
+            raise invalid(
+                f"min_tokens: expected at most {room}, what the context of {self.max_model_len} leaves after "
+                f"the prompt, found {str(least)[:24]}",
+                "min_tokens",
+            )
+        if least and body.allowed_token_ids and stop_ids.issuperset(body.allowed_token_ids):
+            raise invalid(
+                "allowed_token_ids: all of them end the answer, which min_tokens forbids at first; allow "
+                "others too",
+                "allowed_token_ids",
+            )
 
     def _room(self, prompt: int, wanted: int | None) -> int:
         """How many tokens may be generated."""

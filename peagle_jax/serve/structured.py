@@ -51,8 +51,8 @@ class StructuredOutputs(BaseModel):
     structural_tag: str | dict[str, Any] | None = None
 
 
-def grammar_of(body: GenerationRequest) -> GrammarSpec | None:
-    """The grammar that a request asks for, None if it asks for none.
+def grammar_of(body: GenerationRequest) -> tuple[GrammarSpec | None, str]:
+    """The grammar that a request asks for, None if it asks for none, and the field that asks.
 
     Raises:
         APIError: more than one, or one that cannot be read.
@@ -82,8 +82,11 @@ def grammar_of(body: GenerationRequest) -> GrammarSpec | None:
             wanted.append((f"guided_{name}", _spec(f"guided_{name}", name, value)))
     if len(wanted) > 1:
         first, second = wanted[0][0], wanted[1][0]
+        if first == second:
+            raise invalid(f"{first} has {len(wanted)} constraints; send one of them", first)
         raise invalid(f"{first} and {second} both constrain the answer; send one of them", second)
-    return wanted[0][1] if wanted else None
+    param, spec = wanted[0] if wanted else ("response_format", None)
+    return spec, param
 
 
 def _one(param: str, outputs: StructuredOutputs) -> list[tuple[str, GrammarSpec]]:

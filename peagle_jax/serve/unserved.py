@@ -27,6 +27,8 @@ GENERATION: Neutral = {
     "prompt_embeds": (),
     "guided_whitespace_pattern": (),
     "return_hidden_states": (False,),
+    "cache_salt": (),  # who sends it wants no cache shared with others: --no-enable-prefix-caching
+    "logits_processors": ([],),
 }
 CHAT: Neutral = GENERATION | {
     "store": (False,),
@@ -39,6 +41,7 @@ CHAT: Neutral = GENERATION | {
     "mm_processor_kwargs": ({},),
     "media_io_kwargs": ({},),
     "best_of": (1,),
+    "suffix": ("",),
 }
 COMPLETION: Neutral = GENERATION | {"suffix": ("",)}
 

@@ -39,6 +39,9 @@ UNSERVED_CHAT = {
     "thinking_token_budget": 50,
     "return_hidden_states": True,
     "best_of": 3,
+    "cache_salt": "mine",
+    "logits_processors": ["x"],
+    "suffix": "x",
 }
 
 
@@ -120,7 +123,16 @@ def test_completions_refuse_their_own(server, field, value):
         ),
         ({"structured_outputs": {}}, "structured_outputs", "names no constraint"),
         ({"structured_outputs": {"regx": "a"}}, "structured_outputs.regx", "not permitted"),
-        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "both constrain"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "2 constraints"),
+        ({"min_tokens": 10**6}, "min_tokens", "expected at most"),
+        ({"min_tokens": 2**70}, "min_tokens", "less than or equal"),
+        (
+            {"min_tokens": 2, "stop_token_ids": [3], "allowed_token_ids": [3]},
+            "allowed_token_ids",
+            "all of them end",
+        ),
+        ({"documents": [json.loads('{"a":' * 101 + "1" + "}" * 101)]}, "documents", "at most 100 levels"),
+        ({"structured_outputs": {"json": json.loads("[" * 101 + "]" * 101)}}, None, "at most 100 levels"),
         ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice", "both constrain"),
         ({"guided_json": "{"}, "guided_json", "not JSON"),
         ({"guided_json": "5"}, "guided_json", "expected a JSON schema, found '5'"),
@@ -136,6 +148,7 @@ def test_completions_refuse_their_own(server, field, value):
         ),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "this model calls none"),
         ({"chat_template": "{{ 1 }}"}, "chat_template", "--trust-request-chat-template"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "must not set tokenize"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "must not set messages"),
         (
             {"continue_final_message": True, "add_generation_prompt": True},

@@ -14,6 +14,11 @@ def test_messages_are_rendered_up_to_where_the_answer_begins():
     assert render_chat(TOKENIZER, MESSAGES) == "<|start|>user\nhi<|end|>\n<|start|>assistant\n"
 
 
+def test_a_template_may_read_names_that_this_function_has_too():
+    tokenizer = byte_tokenizer("{{ tokenizer }}{{ options }}")
+    assert render_chat(tokenizer, MESSAGES, tokenizer="a", options="b") == "ab"
+
+
 @pytest.mark.parametrize(
     ("template", "words"),
     [

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 
-from peagle_jax.train import __main__, loop, sources
+from peagle_jax.train import __main__, loop, processes, sources
 from peagle_jax.train.errors import TrainError
 from tests.train import tiny_run
 
@@ -25,6 +25,7 @@ def befall(happening: str) -> None:
 
 
 def main(recipe: str, happening: str, at: int, arguments: list[str]) -> int:
+    processes.HEARTBEAT = 20  # nobody waits longer for one that is gone
     sources.load_target = lambda *args, **kwargs: tiny_run.target()
     make_step = loop.make_step
 

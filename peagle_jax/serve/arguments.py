@@ -56,6 +56,13 @@ def whole(least: int) -> Any:
     return parse
 
 
+def port(text: str) -> int:
+    """An argument's type: a port, 0 for any."""
+    if not re.fullmatch(r"[0-9]{1,5}", text) or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 0 to 65535, found {text[:40]!r}")
+    return int(text)
+
+
 def fraction(text: str) -> float:
     """An argument's type: a number in (0, 1]."""
     try:
@@ -203,7 +210,7 @@ def _add_http_flags(group: Any) -> None:
     add(
         "--host", type=named, default="127.0.0.1", help="0.0.0.0 serves other machines (default: %(default)s)"
     )
-    add("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
+    add("--port", type=port, default=8000, help="0 takes a free one (default: %(default)s)")
     add("--uds", type=named, metavar="PATH", help="a Unix domain socket instead of host and port")
     add("--root-path", type=utf8, default="", help="prefix that a proxy in front takes away")
     add(

@@ -38,8 +38,8 @@ class SamplingDefaults:
         except ValueError as error:
             reason = validation_error(list(error.errors())) if isinstance(error, ValidationError) else error
             raise CommandError(
-                f"the model's generation config (generation_config.json, or a GGUF file's general.sampling) "
-                f"is wrong: {reason}; correct the value there, or remove it"
+                f"the generation config (generation_config.json, a GGUF file's general.sampling, or "
+                f"--override-generation-config) is wrong: {reason}; correct the value there, or remove it"
             ) from error
         return cls(**found)
 

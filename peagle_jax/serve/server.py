@@ -9,6 +9,7 @@ import math
 import os
 import signal
 import socket
+import ssl
 import stat
 import threading
 from typing import Any
@@ -79,13 +80,22 @@ class Tls:
     """ssl.CERT_NONE, CERT_OPTIONAL or CERT_REQUIRED, of clients' certificates."""
 
     def check(self) -> None:
-        """Raises CommandError for files that are missing or do not belong together."""
+        """Raises CommandError for files that are missing, are no certificates, or do not belong together."""
         if (self.keyfile is None) != (self.certfile is None):
             raise CommandError("--ssl-keyfile and --ssl-certfile belong together; give both or neither")
         for flag in ("keyfile", "certfile", "ca_certs"):
             path = getattr(self, flag)
             if path is not None and not os.path.isfile(path):
                 raise CommandError(f"--ssl-{flag.replace('_', '-')}: there is no file {path[:200]}")
+        context, flags = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), "--ssl-keyfile and --ssl-certfile"
+        try:
+            if self.keyfile is not None and self.certfile is not None:
+                context.load_cert_chain(self.certfile, self.keyfile)
+            flags = "--ssl-ca-certs"
+            if self.ca_certs is not None:
+                context.load_verify_locations(self.ca_certs)
+        except (OSError, ValueError) as error:  # ssl.SSLError among them
+            raise CommandError(f"{flags} cannot be used: {error}; expected PEM files that match") from error
 
     @property
     def options(self) -> dict[str, Any]:

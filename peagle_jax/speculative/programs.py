@@ -208,20 +208,21 @@ class Programs:
         for chunk in self.sizes.chunks:
             yield f"prompt chunk of {chunk}", lambda n=chunk: self.prefill(idle(n))
         for width in self.sizes.widths_of(pool):
+            whom = f"{width} sequence{'s' * (width > 1)}"
             guided = self.guided and width in self.sizes.guided_widths_of(pool)
             for k in self.sizes.drafts:
-                yield f"round of {width} sequences, K = {k}", partial(self.rounds, turn, width, k)
+                yield f"round of {whom}, K = {k}", partial(self.rounds, turn, width, k)
                 if guided and k == self.models.most_drafts:
                     shape = (self.replicas, width, k + 1)
                     masks = all_allowed(self.models.target.vocab_size, *shape)
                     window = np.zeros(shape, np.int32)
-                    yield f"drafts of {width} sequences under grammars", partial(self.draft, turn, width, k)
+                    yield f"drafts of {whom} under grammars", partial(self.draft, turn, width, k)
                     yield (
-                        f"verification of {width} sequences under grammars",
+                        f"verification of {whom} under grammars",
                         partial(self.verify, turn, window, masks),
                     )
             if self.models.drafter is not None and 0 in self.sizes.drafts:
-                yield f"drafter of {width} sequences", partial(self.catch_up, width)
+                yield f"drafter of {whom}", partial(self.catch_up, width)
         if pool.slots > 1:
             zeros = np.zeros(self.replicas, np.int32)
             yield "copy of a slot", partial(self.copy, Copy(zeros, zeros, zeros))

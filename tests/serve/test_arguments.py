@@ -22,6 +22,8 @@ def test_lengths_are_spelled_as_in_vllm(text, number):
     [
         ("--max-model-len", "1"),
         ("--max-num-seqs", "0"),
+        ("--port", "-1"),
+        ("--port", "65536"),
         ("--max-num-seqs", "1.5"),
         ("--gpu-memory-utilization", "0"),
         ("--gpu-memory-utilization", "1.1"),

@@ -71,6 +71,8 @@ def test_a_request_that_comes_while_the_model_loads_is_answered_when_it_is_there
         (Tls(keyfile="/nowhere"), "belong together"),
         (Tls(certfile="/nowhere"), "belong together"),
         (Tls("/nowhere/k", "/nowhere/c"), "--ssl-keyfile: there is no file /nowhere/k"),
+        (Tls(__file__, __file__), "--ssl-keyfile and --ssl-certfile cannot be used: .*PEM"),
+        (Tls(ca_certs=__file__), "--ssl-ca-certs cannot be used"),
     ],
 )
 def test_certificates_that_cannot_be_read_are_told_before_the_model_is_loaded(tls, words):

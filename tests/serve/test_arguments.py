@@ -49,6 +49,8 @@ def test_wrong_values_are_one_line(capsys, argv):
         (("-tp", "2"), "replicas are --data-parallel-size"),
         (("--no-enable-chunked-prefill",), "--no-enable-chunked-prefill: it cannot be switched off"),
         (("--generation-config", "folder"), "must be auto or vllm"),
+        (("--compilation-cache-dir", "/proc/x"), "--compilation-cache-dir: /proc/x cannot be written"),
+        (("--compilation-cache-dir", __file__), "cannot be written .File exists"),
     ],
 )
 def test_what_vllm_can_and_this_server_cannot_is_refused(argv, words):

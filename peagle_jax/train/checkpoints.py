@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import math
+import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -89,6 +92,11 @@ class _LatestAndBest(ocp.checkpoint_managers.PreservationPolicy):
         return [i >= first or info.step == self.best for i, info in enumerate(checkpoints)]
 
 
+def _not_raised(record: logging.LogRecord) -> bool:
+    """False for errors that Orbax logs, several times and whole, before it raises them in ``_writing``."""
+    return not (record.exc_info and "orbax" in record.pathname)
+
+
 class Checkpoints:
     """The last ``keep`` checkpoints in a folder, and the best one with ``keep_best``.
 
@@ -101,6 +109,7 @@ class Checkpoints:
         self.keep_best = keep_best
         self._policy = _LatestAndBest(keep)
         options = ocp.CheckpointManagerOptions(preservation_policy=self._policy)
+        logging.getLogger("absl").addFilter(_not_raised)  # once, however often
         self.manager = ocp.CheckpointManager(self.folder, options=options)
 
     @property
@@ -117,6 +126,8 @@ class Checkpoints:
             yield
         except (OSError, ValueError, RuntimeError) as error:
             reason = " ".join(str(error).split())[:200]
+            if system := re.search(r"\[os_error_code='(\d+)'\]", str(error)):  # after two long paths
+                reason = os.strerror(int(system[1]))
             raise TrainError(
                 f"a checkpoint in {self.folder} cannot be written: {reason}; the ones before it are kept"
             ) from error

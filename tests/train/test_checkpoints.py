@@ -1,3 +1,5 @@
+import subprocess
+import sys
 import threading
 
 import jax
@@ -81,6 +83,32 @@ def test_a_disk_that_refuses_is_told_in_one_line(checkpoints, tmp_path, monkeypa
         with pytest.raises(TrainError, match="No space left on device") as raised:
             checkpoints.wait()
     assert str(tmp_path) in str(raised.value) and "\n" not in str(raised.value)
+
+
+TOO_LARGE = """
+import resource, signal, sys
+import numpy as np
+from peagle_jax.train.checkpoints import Checkpoints, Progress
+from peagle_jax.train.errors import TrainError
+from peagle_jax.train.step import TrainState
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+checkpoints = Checkpoints(sys.argv[1], 2, {})
+noise = np.random.default_rng(0).random(100_000).astype(np.float32)  # nothing that compresses
+try:
+    checkpoints.save(1, TrainState(np.int32(1), {"w": noise}, {}), Progress())
+    checkpoints.wait()
+except TrainError as error:
+    print(error)
+"""
+
+
+def test_a_write_that_the_system_refuses_is_its_reason_and_no_traceback_of_the_writers(tmp_path):
+    done = subprocess.run([sys.executable, "-c", TOO_LARGE, tmp_path], capture_output=True, text=True)
+    assert done.stdout.splitlines() == [
+        f"a checkpoint in {tmp_path} cannot be written: File too large; the ones before it are kept"
+    ]
+    assert "Traceback" not in done.stderr
 
 
 def test_damage_is_told_in_one_line(checkpoints, tmp_path):

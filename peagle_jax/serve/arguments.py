@@ -288,16 +288,6 @@ def model_of(args: argparse.Namespace) -> str | None:
 
 def check(args: argparse.Namespace) -> None:
     """Raises CommandError for what vLLM can do and this server cannot, and for a cache that has no place."""
-    cache = args.compilation_cache_dir
-    if cache is not None and "://" not in cache:  # jax only warns, with every program
-        try:
-            os.makedirs(cache, exist_ok=True)
-            with tempfile.TemporaryFile(dir=cache):
-                pass
-        except OSError as error:
-            raise CommandError(
-                f"--compilation-cache-dir: {cache[:200]} cannot be written ({error.strerror}); name another"
-            ) from error
     if args.tensor_parallel_size != 1:
         raise CommandError(
             f"--tensor-parallel-size must be 1, found {args.tensor_parallel_size}; a model is not "
@@ -311,6 +301,16 @@ def check(args: argparse.Namespace) -> None:
             f"--generation-config must be auto or vllm, found {args.generation_config[:60]!r}; "
             f"single values go into --override-generation-config"
         )
+    cache = args.compilation_cache_dir
+    if cache is not None and "://" not in cache:  # jax only warns, with every program
+        try:
+            os.makedirs(cache, exist_ok=True)
+            with tempfile.TemporaryFile(dir=cache):
+                pass
+        except OSError as error:
+            raise CommandError(
+                f"--compilation-cache-dir: {cache[:200]} cannot be written ({error.strerror}); name another"
+            ) from error
 
 
 def api_keys(args: argparse.Namespace) -> tuple[str, ...]:

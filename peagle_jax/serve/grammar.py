@@ -47,15 +47,13 @@ def _one_line(message: str) -> str:
 
 
 def _fault(message: str) -> str:
-    """A compiler's message in one line, without its own excerpt of a grammar that the user never saw."""
+    """llguidance's message in one line, without its own excerpt of a grammar that the user never saw and
+    without a matcher's inner state. It has a name for a grammar of no text."""
+    if "NoExtension" in message:
+        return "no text satisfies it"
+    message = message.split("<state>")[0]
     message = re.sub(r"\s\d+ \| .*$", "", _one_line(message))
     return re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", message)[:300]
-
-
-def _no_state(message: str) -> str:
-    """What llguidance says of a matcher, without its inner state. It has a name for a grammar of no text."""
-    message = message.split("<state>")[0]
-    return "no text satisfies it" if "NoExtension" in message else message
 
 
 def _load(spec: GrammarSpec) -> Any:
@@ -88,7 +86,7 @@ class Matcher:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise ValueError(f"the grammar failed: {_one_line(_no_state(self._matcher.get_error()))[:300]}")
+            raise ValueError(f"the grammar failed: {_fault(self._matcher.get_error())}")
 
     def window_masks(self, drafts: Sequence[int]) -> np.ndarray:
         """Uint32 (len(drafts) + 1, ceil(V / 32)): row i has the bits of what may follow ``drafts[:i]``.
@@ -217,7 +215,7 @@ class GrammarCompiler:
                 if not first.is_error():
                     first.compute_bitmask()
                 if first.is_error():
-                    raise ValueError(_no_state(first.get_error()))
+                    raise ValueError(first.get_error())
         except RecursionError:
             raise ValueError(f"{spec.kind} cannot be used: it is nested too deeply") from None
         except ValueError as error:

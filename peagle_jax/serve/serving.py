@@ -117,13 +117,13 @@ class ServedModel:
             self._check_ids(prompt.ids, param)  # the tokenizer's too: it may have been named by itself
         stop_ids = self._stop_ids(body)
         seed = self._seeds.getrandbits(63) if body.seed is None else body.seed
-        self._check_least(body, min(len(prompt.ids) for prompt in prompts), stop_ids)
+        self._check_allowed(body, stop_ids)
         requests = [
             EngineRequest(
                 request_id=request_id if len(prompts) * body.n == 1 else f"{request_id}-{place * body.n + i}",
                 prompt_ids=prompt.ids,
                 sampling=self._sampling(body, seed + i),
-                max_tokens=self._room(len(prompt.ids), body.wanted_tokens),
+                max_tokens=self._room(len(prompt.ids), body),
                 stop_ids=stop_ids,
                 stop=body.stop,
                 priority=body.priority,
@@ -311,26 +311,24 @@ class ServedModel:
             )
         return stop_ids
 
-    def _check_least(self, body: GenerationRequest, prompt: int, stop_ids: frozenset[int]) -> None:
-        """Whether an answer can have ``min_tokens``; ``prompt`` is the shortest one's length."""
-        least, room = body.min_tokens, max(self.max_model_len - prompt, 1)
-        if body.wanted_tokens is None and least > room:
-            raise invalid(
-                f"min_tokens: expected at most {room}, what the context of {self.max_model_len} leaves after "
-                f"the prompt, found {str(least)[:24]}",
-                "min_tokens",
-            )
-        if least and body.allowed_token_ids and stop_ids.issuperset(body.allowed_token_ids):
+    def _check_allowed(self, body: GenerationRequest, stop_ids: frozenset[int]) -> None:
+        if body.min_tokens and body.allowed_token_ids and stop_ids.issuperset(body.allowed_token_ids):
             raise invalid(
                 "allowed_token_ids: all of them end the answer, which min_tokens forbids at first; allow "
                 "others too",
                 "allowed_token_ids",
             )
 
-    def _room(self, prompt: int, wanted: int | None) -> int:
+    def _room(self, prompt: int, body: GenerationRequest) -> int:
         """How many tokens may be generated."""
-        limit = self.max_model_len
+        limit, wanted = self.max_model_len, body.wanted_tokens
         if wanted is None:
+            if body.min_tokens > limit - prompt:
+                raise invalid(
+                    f"min_tokens: expected at most {limit - prompt}, what the context of {limit} leaves "
+                    f"after the prompt, found {body.min_tokens}",
+                    "min_tokens",
+                )
             return limit - prompt
         if prompt + wanted > limit:
             raise APIError(

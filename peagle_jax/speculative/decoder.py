@@ -253,9 +253,9 @@ class Decoder:
         n = self.replicas
         return Flight(output, tuple(range(r, width * n, n) for r in range(n)))
 
-    def width_for(self, active: Collection[int]) -> int:
+    def width_for(self, active: Collection[int], guided: bool = False) -> int:
         """The compiled width of a round of these slots."""
-        return self.sizes.width_for(self._row(max(active)) + 1, self.pool)
+        return self.sizes.width_for(self._row(max(active)) + 1, self.pool, guided)
 
     def prefill(self, chunks: Sequence[PromptChunk]) -> Flight:
         """Prefills a chunk of one request on each of (some) replicas. A final one gives a token."""
@@ -280,8 +280,7 @@ class Decoder:
     ) -> Flight:
         """One round with the host in its middle. ``window_for(slot, drafts)`` is what a grammar makes of them
         (``TokenMatcher.window``): drafts, and masks uint32 (K + 1, ceil(V/32)); None allows all."""
-        needed, turn = self._row(max(active)) + 1, self._turn(active, drafting)
-        width = next(w for w in self.sizes.guided_widths_of(self.pool) if w >= needed)
+        width, turn = self.width_for(active, guided=True), self._turn(active, drafting)
         tokens = local_rows(self._programs.draft(turn, width, k))
         masks = np.tile(self._all_allowed, (*tokens.shape, 1))
         for slot in active:

@@ -39,9 +39,10 @@ class Sizes:
         """The compiled widths of a pool; its last one is all of its slots."""
         return tuple(sorted({min(w, pool.slots) for w in self.widths}))
 
-    def width_for(self, slots: int, pool: Pool) -> int:
+    def width_for(self, slots: int, pool: Pool, guided: bool = False) -> int:
         """The narrowest compiled width that serves the first ``slots`` slots of a pool."""
-        return next(w for w in self.widths_of(pool) if w >= slots)
+        widths = self.guided_widths_of(pool) if guided else self.widths_of(pool)
+        return next(w for w in widths if w >= slots)
 
     def guided_widths_of(self, pool: Pool) -> tuple[int, ...]:
         """The widths that rounds under grammars are compiled for: such a round waits for the host in any

@@ -282,6 +282,13 @@ def test_more_tokens_than_the_context_has_left_are_refused_with_what_is_possible
     assert refused(server.post("/v1/completions", prompt="x", max_tokens=10**30))["param"] == "max_tokens"
 
 
+def test_min_tokens_must_fit_after_every_prompt(server):
+    limit = server.http.get("/v1/models").json()["data"][0]["max_model_len"]
+    body = {"prompt": [[1], [1] * 10], "max_tokens": None, "min_tokens": limit - 5}
+    error = refused(server.post("/v1/completions", **body))
+    assert error["param"] == "min_tokens" and f"expected at most {limit - 10}, " in error["message"]
+
+
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
 @pytest.mark.parametrize("field", ["temperature", "top_p", "max_tokens", "seed", "n", "presence_penalty"])
 def test_numbers_that_are_not_finite_are_refused(server, field, number):

@@ -43,7 +43,7 @@ def refused(argv: list[str], capsys) -> str:
         (["--ssl-keyfile", "/nowhere"], "belong together"),
         (["--chat-template", "/nowhere"], "cannot be read"),
         (["--max-model", "9"], "unrecognized arguments"),  # abbreviations are not guessed
-        (["--port", "x"], "invalid int value: 'x'"),
+        (["--port", "x"], "must be a whole number from 0 to 65535, found 'x'"),
         (["--dtype", "fp8"], "invalid choice: 'fp8'"),
         (["a", "--model", "b"], "MODEL is 'a' but --model is 'b'"),
         (["--speculative-config", "{"], "is not JSON"),
@@ -56,7 +56,7 @@ def refused(argv: list[str], capsys) -> str:
         ),
         (["--port", "0", "--host", "x" * 64 + ".org"], "choose another --host or --port"),
         (["--speculative-config", "[" * 100_000], "is not JSON"),
-        (["--port", "99999"], "cannot listen on 127.0.0.1:99999"),
+        (["--port", "99999"], "must be a whole number from 0 to 65535, found '99999'"),
         ([""], "MODEL: is empty; name one, or leave it out"),
         (["--model", ""], "--model: is empty"),
         (["--tokenizer", " "], "--tokenizer: is empty"),

@@ -6,8 +6,9 @@ One sequence of n tokens with COD-dropped rollouts (K = 8, r = 0.8 as in the pap
 ways on the same rows: ours (depth-0 rows once, a scan over segments of rollouts), the paper's
 partition (each of S segments carries the whole depth-0 prefix again) and the flat pass over all
 rows. The two rivals get an attention that reads keys a block of queries at a time and is recomputed
-in the reverse pass, so that no rows x rows array lives there either. Temporary bytes are XLA's own
-analysis of the compiled step. Times are the best of ``--repeats`` runs in one process.
+in the reverse pass, so that no rows x rows array lives there either. Each of their passes is a
+program, and temporary bytes are XLA's own analysis of the largest. Times are the best of
+``--repeats`` runs in one process.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ QUERY_BLOCK = 128
 class Rows(NamedTuple):
     """Elements of one pass: anchor and depth of each row, and whether this pass charges its loss."""
 
-    anchor: np.ndarray
-    depth: np.ndarray
-    owned: np.ndarray
+    anchor: np.ndarray | Array
+    depth: np.ndarray | Array
+    owned: np.ndarray | Array
 
 
 def rollout_rows(anchors: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -105,11 +106,10 @@ def masked_attention(q: Array, k: Array, v: Array, anchor: Array, depth: Array, 
 
 
 def masked_loss(
-    params: DrafterParams, cfg: DrafterConfig, target_head: Array, batch: Batch, rows: Rows
+    params: DrafterParams, cfg: DrafterConfig, target_head: Array, batch: Batch, rows: Rows, dense: int
 ) -> Array:
-    """Summed KL of the owned, supervised rows of one masked pass."""
-    anchor, depth = jnp.asarray(rows.anchor), jnp.asarray(rows.depth)
-    dense = int((rows.depth == 0).sum())
+    """Summed KL of the owned, supervised rows of one masked pass; the first ``dense`` have depth 0."""
+    anchor, depth = rows.anchor, rows.depth
     g = fuse(params, cfg, batch.features[0, :dense])
     mask_g = fuse(params, cfg, jnp.reshape(cast(Array, params.mask_hidden), (1, -1)))
     g = jnp.concatenate([g, jnp.broadcast_to(mask_g, (len(anchor) - dense, g.shape[1]))])
@@ -126,23 +126,19 @@ def masked_loss(
     return jnp.sum(jnp.where(charged, kl[0], 0.0))
 
 
-def masked_step(cfg: DrafterConfig, passes: list[Rows], count: int) -> Callable:
-    """Loss and gradient, one pass after the other, gradients added up."""
+def masked_step(cfg: DrafterConfig, dense: int, count: int) -> Callable:
+    """One pass: its loss and gradient, added to those of passes before it. ``dense`` rows have depth 0."""
 
-    def step(params: DrafterParams, target_head: Array, batch: Batch) -> tuple[Array, DrafterParams]:
-        trained, fixed = params.replace(embed=None), params.embed
-        total = jnp.zeros(())
-        gradient = jax.tree.map(jnp.zeros_like, trained)
-        for rows in passes:
+    def step(
+        params: DrafterParams, target_head: Array, batch: Batch, rows: Rows, before: tuple
+    ) -> tuple[Array, DrafterParams]:
+        fixed = params.embed
 
-            def loss(p: DrafterParams, rows: Rows = rows) -> Array:
-                return masked_loss(p.replace(embed=fixed), cfg, target_head, batch, rows) / count
+        def loss(p: DrafterParams) -> Array:
+            return masked_loss(p.replace(embed=fixed), cfg, target_head, batch, rows, dense) / count
 
-            # One pass is alive at a time, as in the paper's gradient accumulation.
-            trained, total, gradient = jax.lax.optimization_barrier((trained, total, gradient))
-            value, g = jax.value_and_grad(loss)(trained)
-            total, gradient = total + value, jax.tree.map(jnp.add, gradient, g)
-        return total, gradient
+        found = jax.value_and_grad(loss)(params.replace(embed=None))
+        return jax.tree.map(jnp.add, before, found)
 
     return step
 
@@ -217,21 +213,50 @@ class Measured(NamedTuple):
 
     temporary_bytes: int
     seconds: float | None
-    loss: float | None
+    loss: Any
     gradient: DrafterParams | None
 
 
-def measure(step: Callable, arguments: tuple, repeats: int) -> Measured:
-    """Compiles a step, and runs it ``repeats`` times (0: never)."""
-    compiled = jax.jit(step).lower(*arguments).compile()
-    memory = memory_of(compiled).temp_size_in_bytes
-    best, loss, gradient = None, None, None
+def timed(run: Callable[[], Any], repeats: int) -> tuple[float | None, Any]:
+    """The shortest time of ``repeats`` runs and the last result; None of none."""
+    best, result = None, None
     for _ in range(repeats):
         start = time.perf_counter()
-        loss, gradient = jax.block_until_ready(compiled(*arguments))
+        result = jax.block_until_ready(run())
         elapsed = time.perf_counter() - start
         best = elapsed if best is None else min(best, elapsed)
-    return Measured(memory, best, None if loss is None else float(loss), gradient)
+    return best, result
+
+
+def measure_ours(step: Callable, arguments: tuple, repeats: int) -> Measured:
+    """Compiles our step, and runs it ``repeats`` times (0: never)."""
+    compiled = jax.jit(step).lower(*arguments).compile()
+    seconds, result = timed(lambda: compiled(*arguments), repeats)
+    return Measured(memory_of(compiled).temp_size_in_bytes, seconds, *(result or (None, None)))
+
+
+def measure_passes(
+    cfg: DrafterConfig, passes: list[Rows], count: int, arguments: tuple, repeats: int
+) -> Measured:
+    """Compiles a program a pass and runs them one after the other, gradients added up, as in the paper's
+    accumulation: the largest pass decides the memory. Without runs only that one is compiled."""
+    none = jax.tree.map(jnp.zeros_like, (jnp.zeros(()), arguments[0].replace(embed=None)))
+    if not repeats:
+        passes = [max(passes, key=lambda rows: len(rows.anchor))]
+    programs = []
+    for rows in passes:
+        step = jax.jit(masked_step(cfg, int((np.asarray(rows.depth) == 0).sum()), count), donate_argnums=4)
+        programs.append(step.lower(*arguments, rows, none).compile())
+    memory = max(memory_of(program).temp_size_in_bytes for program in programs)
+
+    def run() -> Any:
+        total = jax.tree.map(jnp.copy, none)
+        for program, rows in zip(programs, passes, strict=True):
+            total = program(*arguments, rows, total)
+        return total
+
+    seconds, result = timed(run, repeats)
+    return Measured(memory, seconds, *(result or (None, None)))
 
 
 def difference(a: DrafterParams, b: DrafterParams) -> float:
@@ -254,27 +279,29 @@ def measure_length(n: int, cfg: DrafterConfig, params: tuple, args: argparse.Nam
     repeats = args.repeats if n <= args.time_up_to else 0
     arguments = (*params, batch)
 
-    ways: dict[str, tuple[Callable, int]] = {"ours": (our_step(cfg, depth_counts(n, options)), total)}
-    for s in args.segments:
-        passes = paper_segments(n, anchor, depth, s)
-        ways[f"paper S={s}"] = (masked_step(cfg, passes, count), sum(len(p.anchor) for p in passes))
-    flat = Rows(np.r_[np.arange(n), anchor], np.r_[np.zeros(n, int), depth], np.ones(total, bool))
+    rivals = {f"paper S={s}": paper_segments(n, anchor, depth, s) for s in args.segments}
     if n <= args.flat_up_to:
-        ways["flat"] = (masked_step(cfg, [flat], count), total)
+        rivals["flat"] = [
+            Rows(np.r_[np.arange(n), anchor], np.r_[np.zeros(n, int), depth], np.ones(total, bool))
+        ]
+
+    CONSOLE.print(f"n = {n}: ours")
+    ours = measure_ours(our_step(cfg, depth_counts(n, options)), arguments, repeats)
+    measured = [("ours", total, ours)]
+    for name, passes in rivals.items():
+        CONSOLE.print(f"n = {n}: {name}")
+        rows = sum(len(p.anchor) for p in passes)
+        measured.append((name, rows, measure_passes(cfg, passes, count, arguments, repeats)))
 
     result: dict[str, Any] = {"rows": total, "segments": options.segments, "ways": {}}
-    ours: Measured | None = None
-    for name, (step, rows) in ways.items():
-        CONSOLE.print(f"n = {n}: {name}")
-        found = measure(step, arguments, repeats)
-        ours = ours or found
+    for name, rows, found in measured:
         entry: dict[str, Any] = {"rows": rows / total, "temporary_bytes": found.temporary_bytes}
         entry["memory_of_ours"] = ours.temporary_bytes / found.temporary_bytes
         if found.seconds is not None and ours.seconds is not None:
             entry |= {
                 "seconds": found.seconds,
                 "time_of_ours": ours.seconds / found.seconds,
-                "loss": found.loss,
+                "loss": float(found.loss),
             }
             entry["gradient_difference"] = difference(ours.gradient, found.gradient)
         result["ways"][name] = entry

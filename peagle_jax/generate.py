@@ -99,8 +99,8 @@ def _logits_of_row(
 ) -> jnp.ndarray:
     document = jnp.zeros_like(tokens)
 
-    def attend(q: jnp.ndarray, k: jnp.ndarray, v: jnp.ndarray) -> jnp.ndarray:
-        return packed_attention(q, k, v, document, params.embed.dtype)
+    def attend(q: jnp.ndarray, k: jnp.ndarray, v: jnp.ndarray, **layer: Any) -> jnp.ndarray:
+        return packed_attention(q, k, v, document, params.embed.dtype, **layer)
 
     out = stack.forward_packed(params, cfg, tokens, jnp.arange(tokens.shape[1])[None], attend)
     return stack.logits(params, cfg, out.hidden[:, row])[0]

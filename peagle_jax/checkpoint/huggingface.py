@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from jax.typing import DTypeLike
 
 from peagle_jax.checkpoint.config_reader import family_of, read_target_config, text_config
 from peagle_jax.checkpoint.errors import CheckpointError
+from peagle_jax.checkpoint.experts import EXPERTS
 from peagle_jax.checkpoint.fields import boolean
 from peagle_jax.checkpoint.folder import SafeTensors, read_json
 from peagle_jax.checkpoint.tensors import Reader, hf_name, read_target
@@ -46,7 +48,8 @@ def load_folder(
         cfg = _settle_tie(cfg, reader)
     family, keys = family_of(raw, place), text_config(raw, place)
     fields = family.layer_fields({flag: boolean(keys, flag, place) for flag, _ in family.by_flag})
-    params = read_target(reader, cfg, fields, hf_name, dtype, stacked)
+    name_of, experts = partial(hf_name, family=family), EXPERTS.get(family.experts)
+    params = read_target(reader, cfg, fields, name_of, dtype, stacked, experts)
     reader.finish(ignore=lambda name: name.endswith("rotary_emb.inv_freq"))
     return cfg, params
 

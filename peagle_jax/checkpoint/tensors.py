@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
 from peagle_jax.checkpoint.errors import CheckpointError
 from peagle_jax.config import BlockConfig, TargetConfig
-from peagle_jax.layers.block import BlockParams
-from peagle_jax.models.family import LAYER_NAMES, MODEL_NAMES
+from peagle_jax.layers.block import EXPERT_FIELDS, BlockParams
+from peagle_jax.models.family import MODEL_NAMES, Family
+from peagle_jax.models.llama import LLAMA
 from peagle_jax.models.stack import TargetParams
 
 Shape = tuple[int, ...]
 NameOf = Callable[[str, int | None], str]
 """(field, layer index or None for the model's own) -> the tensor's name in the file."""
+
+ReadExperts = Callable[["Reader", BlockConfig, int, np.dtype], dict[str, Any]]
+"""(reader, block, layer index, dtype) -> the ``BlockParams`` fields of the layer's experts."""
 
 
 class TensorSource(Protocol):
@@ -103,6 +108,7 @@ def layer_shapes(block: BlockConfig, input_size: int | None = None) -> dict[str,
     """Shapes of every ``BlockParams`` field; ``input_size`` is q, k and v's."""
     d, f, h = block.hidden_size, block.intermediate_size, block.head_dim
     q, kv, i = block.num_heads * h, block.num_kv_heads * h, input_size or d
+    each = () if block.moe is None else (block.moe.num_experts,)
     return {
         "attn_norm": (d,),
         "wq": (q, i),
@@ -110,18 +116,21 @@ def layer_shapes(block: BlockConfig, input_size: int | None = None) -> dict[str,
         "wv": (kv, i),
         "wo": (d, q),
         "mlp_norm": (d,),
-        "w_gate": (f, d),
-        "w_up": (f, d),
-        "w_down": (d, f),
+        "w_gate": (*each, f, d),
+        "w_up": (*each, f, d),
+        "w_down": (*each, d, f),
         "bq": (q,),
         "bk": (kv,),
         "bv": (kv,),
         "bo": (d,),
-        "b_gate": (f,),
-        "b_up": (f,),
-        "b_down": (d,),
+        "b_gate": (*each, f),
+        "b_up": (*each, f),
+        "b_down": (*each, d),
         "q_norm": (h,),
         "k_norm": (h,),
+        "w_router": (*each, d),
+        "b_router": each,
+        "sinks": (block.num_heads,),
     }
 
 
@@ -143,8 +152,11 @@ def read_target(
     name_of: NameOf,
     dtype: DTypeLike,
     stacked: bool,
+    experts: ReadExperts | None = None,
 ) -> TargetParams:
     """All weights of a target in ``dtype``; see ``TargetParams`` for the two forms of its layers.
+
+    ``experts`` reads those of a layer's mixture that have no names of their own.
 
     Raises:
         CheckpointError: a tensor is missing, misshaped or has no place.
@@ -152,23 +164,20 @@ def read_target(
     dtype = np.dtype(dtype)
     table = (cfg.vocab_size, cfg.hidden_size)
     shapes = layer_shapes(cfg.block)
+    if experts is not None:
+        fields = tuple(field for field in fields if field not in EXPERT_FIELDS)
 
-    def layer(index: int) -> dict[str, np.ndarray]:
-        return read_layer(reader, lambda field: name_of(field, index), fields, shapes, dtype)
+    def layer(index: int) -> dict[str, Any]:
+        found = read_layer(reader, lambda field: name_of(field, index), fields, shapes, dtype)
+        return found if experts is None else found | experts(reader, cfg.block, index, dtype)
 
     layers: BlockParams | tuple[BlockParams, ...]
     if stacked:
-        stacks: dict[str, np.ndarray] = {}
-        for index in range(cfg.num_layers):
-            for field, array in layer(index).items():
-                if field not in stacks:
-                    stacks[field] = np.empty((cfg.num_layers, *array.shape), dtype)
-                stacks[field][index] = array
-        layers = BlockParams(**{field: jnp.asarray(stacks.pop(field)) for field in fields})
+        stacks = tuple(_stack(layer, range(j, cfg.num_layers, cfg.cycle)) for j in range(cfg.cycle))
+        layers = stacks if cfg.cycle > 1 else stacks[0]
     else:
         layers = tuple(
-            BlockParams(**{field: jnp.asarray(array) for field, array in layer(index).items()})
-            for index in range(cfg.num_layers)
+            BlockParams(**jax.tree.map(jnp.asarray, layer(index))) for index in range(cfg.num_layers)
         )
     embed = jnp.asarray(reader.take(name_of("embed", None), table, dtype))
     final_norm = jnp.asarray(reader.take(name_of("final_norm", None), (cfg.hidden_size,), dtype))
@@ -178,13 +187,28 @@ def read_target(
     return TargetParams(embed, layers, final_norm, lm_head)
 
 
-def hf_name(field: str, layer: int | None) -> str:
+def _stack(layer: Callable[[int], dict[str, Any]], indices: range) -> BlockParams:
+    """The layers of ``indices`` on a leading axis, each read once."""
+    stacks: dict[str, Any] = {}
+    for place, index in enumerate(indices):
+        arrays = layer(index)
+        if not stacks:
+            stacks = jax.tree.map(lambda a: np.empty((len(indices), *a.shape), a.dtype), arrays)
+
+        def put(stack: np.ndarray, array: np.ndarray, place: int = place) -> None:
+            stack[place] = array
+
+        jax.tree.map(put, stacks, arrays)
+    return BlockParams(**{field: jax.tree.map(jnp.asarray, stacks.pop(field)) for field in list(stacks)})
+
+
+def hf_name(field: str, layer: int | None, family: Family = LLAMA) -> str:
     """A target tensor's Hugging Face name."""
     if layer is None:
         return MODEL_NAMES[field].hf
-    return f"model.layers.{layer}.{LAYER_NAMES[field].hf}"
+    return f"model.layers.{layer}.{family.names(field).hf}"
 
 
-def gguf_name(field: str, layer: int | None) -> str:
+def gguf_name(field: str, layer: int | None, family: Family = LLAMA) -> str:
     """A target tensor's GGUF name."""
-    return MODEL_NAMES[field].gguf if layer is None else f"blk.{layer}.{LAYER_NAMES[field].gguf}"
+    return MODEL_NAMES[field].gguf if layer is None else f"blk.{layer}.{family.names(field).gguf}"

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import jax
+import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float
 
 from peagle_jax.config import BlockConfig
 from peagle_jax.layers.linear import product
+from peagle_jax.layers.moe import expert_of, mixture
+from peagle_jax.layers.mxfp4 import Mxfp4, dequantize
 from peagle_jax.layers.norm import rms_norm
 from peagle_jax.layers.rope import apply_rope
 
 Attend = Callable[[Array, Array, Array], Array]
 """(q (..., T, N, H), k (..., T, G, H), v (..., T, G, H)) -> (..., T, N*H), all float32."""
+
+SWIGLU_ALPHA = 1.702
+"""Slope of the sigmoid in gpt-oss's SwiGLU (openai/gpt-oss, torch/model.py)."""
+
+EXPERT_FIELDS = ("w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down")
+"""Fields of a mixture's experts."""
 
 
 @struct.dataclass
@@ -22,7 +32,8 @@ class BlockParams:
     """Weights of one block, stored (out, in); biases and q/k norms may be None.
 
     ``I`` below is the input width of q, k and v: D, or 2D in a head's first block. With a leading
-    L axis on every leaf this is a stack of blocks.
+    L axis on every leaf this is a stack of blocks. The weights of a mixture's experts have a leading E axis
+    (after L), and may be packed (``Mxfp4``).
     """
 
     attn_norm: Array  # (D,)
@@ -43,6 +54,9 @@ class BlockParams:
     b_down: Array | None = None
     q_norm: Array | None = None  # (H,), before RoPE (Qwen3)
     k_norm: Array | None = None
+    w_router: Array | None = None  # (E, D), with a mixture of experts
+    b_router: Array | None = None  # (E,)
+    sinks: Array | None = None  # (N,), a logit beside each query head's scores (gpt-oss)
 
 
 def _affine(x: Array, w: Array, b: Array | None) -> Array:
@@ -63,11 +77,36 @@ def project_qkv(
     return apply_rope(q, tables), apply_rope(k, tables), v
 
 
+def _swiglu(gate: Array, up: Array, limit: float | None) -> Array:
+    """The gated activation; with a limit it is gpt-oss's, clamped and with a linear branch of up + 1."""
+    if limit is None:
+        return jax.nn.silu(gate) * up
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return gate * jax.nn.sigmoid(SWIGLU_ALPHA * gate) * (up + 1)
+
+
+def _feed_forward(p: BlockParams, cfg: BlockConfig, x: Array) -> Array:
+    gated = _swiglu(_affine(x, p.w_gate, p.b_gate), _affine(x, p.w_up, p.b_up), cfg.swiglu_limit)
+    return _affine(gated, p.w_down, p.b_down)
+
+
 def mlp(p: BlockParams, cfg: BlockConfig, h: Float[Array, "... d"]) -> Float[Array, "... d"]:
-    """SwiGLU of the normed residual stream."""
+    """SwiGLU of the normed residual stream, or the mixture of experts of a block that has one."""
     x = rms_norm(h, p.mlp_norm, cfg.rms_norm_eps)
-    gate = jax.nn.silu(_affine(x, p.w_gate, p.b_gate))
-    return _affine(gate * _affine(x, p.w_up, p.b_up), p.w_down, p.b_down)
+    if cfg.moe is None:
+        return _feed_forward(p, cfg, x)
+
+    def expert(index: Array, rows: Array) -> Array:
+        one = {name: expert_of(getattr(p, name), index) for name in EXPERT_FIELDS}
+        widened = {n: dequantize(w) if isinstance(w, Mxfp4) else w for n, w in one.items()}
+        return _feed_forward(p.replace(**widened), cfg, rows)
+
+    rows = x.reshape(-1, x.shape[-1])
+    # Which experts are chosen hangs on small differences, so the router's product is not a narrow one.
+    table = cast(Array, p.w_router).astype(jnp.float32)
+    logits = jnp.einsum("rd,ed->re", rows, table, precision=jax.lax.Precision.HIGHEST)
+    logits = logits if p.b_router is None else logits + p.b_router
+    return mixture(rows, logits, cfg.moe, expert).reshape(x.shape)
 
 
 def run_block(

@@ -98,8 +98,10 @@ def mlp(p: BlockParams, cfg: BlockConfig, h: Float[Array, "... d"]) -> Float[Arr
 
     def expert(index: Array, rows: Array) -> Array:
         one = {name: expert_of(getattr(p, name), index) for name in EXPERT_FIELDS}
-        widened = {n: dequantize(w) if isinstance(w, Mxfp4) else w for n, w in one.items()}
-        return _feed_forward(p.replace(**widened), cfg, rows)
+        for name, w in one.items():
+            if isinstance(w, Mxfp4):
+                one[name] = dequantize(w).astype(p.wo.dtype)
+        return _feed_forward(p.replace(**one), cfg, rows)
 
     rows = x.reshape(-1, x.shape[-1])
     # Which experts are chosen hangs on small differences, so the router's product is not a narrow one.

@@ -19,6 +19,7 @@ from peagle_jax.config import DrafterConfig, Method, SpecConfig, TargetConfig
 from peagle_jax.drafter.head import DrafterParams
 from peagle_jax.speculative.decoder import Decoder
 from peagle_jax.speculative.request import Request, settings_of
+from peagle_jax.speculative.sizes import PREFILL_CHUNK, rings_of
 
 DTYPES = ("auto", "float32", "bfloat16")
 DEFAULT_TOKENS = 5
@@ -90,14 +91,16 @@ class Loaded:
         """
         check_memory(self.target, max_model_len, self.dtype)
         head = self.head if speculative and self.num_speculative_tokens else None
+        spec = self.spec(rounds) if head else SpecConfig(rounds=rounds)
         if memory_utilization is not None:
-            options["kv_tokens"] = kv_room(self, memory_utilization, options.get("batch", 1))
+            rings = rings_of(self.target.config, options.get("prefill_chunk", PREFILL_CHUNK), spec)
+            options["kv_tokens"] = kv_room(self, memory_utilization, options.get("batch", 1), rings)
         return Decoder(
             self.target.config,
             self.target.params,
             head and head.config,
             head and head.params,
-            self.spec(rounds) if head else SpecConfig(rounds=rounds),
+            spec,
             max_model_len=max_model_len,
             **options,
         )
@@ -206,7 +209,7 @@ def context_limit(target: LoadedTarget, wanted: int | None = None) -> int:
 
 def check_memory(target: LoadedTarget, max_model_len: int, dtype: jnp.dtype) -> None:
     """Raises CommandError for a context whose keys and values alone are more than the memory there is."""
-    available, position = _device_memory(), _position_bytes(target.config, dtype)
+    available, position = _device_memory(), _position_bytes(target.config, dtype)[0]
     needed = position * max_model_len
     if available and needed > available:
         raise CommandError(
@@ -216,9 +219,10 @@ def check_memory(target: LoadedTarget, max_model_len: int, dtype: jnp.dtype) -> 
         )
 
 
-def kv_room(loaded: Loaded, utilization: float, slots: int) -> int | None:
+def kv_room(loaded: Loaded, utilization: float, slots: int, rings: tuple[int, ...] = ()) -> int | None:
     """Positions of the target's and the head's caches that fit ``utilization`` of the memory, beside the
-    weights and the settings of ``slots`` requests; None where the memory's size is not known.
+    weights, the settings of ``slots`` requests and their ``rings`` (``Sizes``); None where the memory's
+    size is not known.
 
     Raises:
         CommandError: the weights and settings alone take it.
@@ -229,11 +233,11 @@ def kv_room(loaded: Loaded, utilization: float, slots: int) -> int | None:
     head = loaded.head
     arrays = {id(x): x for x in jax.tree.leaves((loaded.target.params, head and head.params))}
     weights = sum(x.nbytes for x in arrays.values())  # a head may share the target's
-    position = _position_bytes(loaded.target.config, loaded.dtype)
+    position, slot = _position_bytes(loaded.target.config, loaded.dtype, rings)
     if head is not None:
-        position += _position_bytes(head.config, loaded.dtype)
+        position += _position_bytes(head.config, loaded.dtype)[0]
     settings = jax.tree.leaves(settings_of(Request([0]), 1, loaded.target.config.vocab_size))
-    taken = weights + slots * sum(x.nbytes for x in settings)
+    taken = weights + slots * (slot + sum(x.nbytes for x in settings))
     left = int(available * utilization) - taken
     if left < position:
         raise CommandError(
@@ -241,12 +245,16 @@ def kv_room(loaded: Loaded, utilization: float, slots: int) -> int | None:
             f"of the machine's memory are {available * utilization / 2**30:.1f}; raise "
             f"--gpu-memory-utilization, or load less"
         )
-    return left // position
+    return left // max(position, 1)  # a target may have windows in all layers
 
 
-def _position_bytes(config: TargetConfig | DrafterConfig, dtype: jnp.dtype) -> int:
-    """Bytes that the keys and values of one token take."""
-    return 2 * config.num_layers * config.block.num_kv_heads * config.block.head_dim * dtype.itemsize
+def _position_bytes(
+    config: TargetConfig | DrafterConfig, dtype: jnp.dtype, rings: tuple[int, ...] = ()
+) -> tuple[int, int]:
+    """Bytes that the keys and values of one token take, and those of a slot's rings."""
+    layer = 2 * config.block.num_kv_heads * config.block.head_dim * dtype.itemsize
+    bounds = (rings or (0,)) * (config.num_layers // len(rings or (0,)))
+    return layer * sum(ring == 0 for ring in bounds), layer * sum(bounds)
 
 
 def _device_memory() -> int | None:

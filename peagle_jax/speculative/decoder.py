@@ -30,12 +30,14 @@ from peagle_jax.speculative.round import Models
 from peagle_jax.speculative.rules import all_allowed
 from peagle_jax.speculative.sampling import SamplingParams
 from peagle_jax.speculative.sizes import (
+    PREFILL_CHUNK,
     SMALLEST_CACHE,
     Pool,
     Sizes,
     backlog_of,
     chunks_of,
     pools_of,
+    rings_of,
     scratch_of,
     widths_of,
 )
@@ -99,7 +101,7 @@ class Decoder:
         *,
         max_model_len: int,
         batch: int = 1,
-        prefill_chunk: int = 128,
+        prefill_chunk: int = PREFILL_CHUNK,
         replicate_backend: Backend = "pmap",
         device: Any = None,
         devices: Sequence[Any] | None = None,
@@ -145,6 +147,8 @@ class Decoder:
                 chunks=chunks_of(chunk),
                 rounds=spec.rounds,
                 backlog=backlog_of(spec),
+                windows=target.windows[: target.cycle],
+                rings=rings_of(target, chunk, spec),
             ),
             settings_of(Request([0]), max_model_len, target.vocab_size),
             self.devices,

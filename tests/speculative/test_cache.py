@@ -49,6 +49,55 @@ def test_another_shape_keeps_the_slots_in_the_order_asked_for(stacked):
     np.testing.assert_array_equal(shorter, want[:, :, [1, 1, 2, 3, 0], :, :7])
 
 
+RING = 7
+
+
+def rings(stacked: bool, starts: list[int], rows: int):
+    """A cache of a layer with a ring and one without, twice, after writes of ``rows`` positions at each
+    start; every number is its position + 1."""
+    cache = create_cache(4, SLOTS, G, 30, H, jnp.float32, stacked, (RING, 0))
+    for start in starts:
+        here = jnp.broadcast_to(jnp.arange(start, start + rows)[None, :, None, None] + 1.0, (1, rows, G, H))
+        k = (jnp.stack([here, here]),) * 2 if stacked else (here,) * 4
+        cache = write(cache, k, k, jnp.array([start]), jnp.zeros((1, rows, 8)), 1)
+    return cache
+
+
+def positions_of(cache, slot: int) -> list[list[int]]:
+    """What the slot's places hold of the first ring and the first full layer."""
+    stacked = cache.k[0].ndim == 5
+    return [np.asarray(x[0] if stacked else x)[slot, 0, :, 0].astype(int).tolist() for x in cache.k[:2]]
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("rows", [1, 3, 5])
+def test_a_ring_holds_the_last_positions_each_at_its_place(stacked, rows):
+    starts = list(range(0, 20, rows))
+    ring, full = positions_of(rings(stacked, starts, rows), 1)
+    end = starts[-1] + rows
+    assert full[:end] == list(range(1, end + 1))
+    assert ring == [max(p for p in range(end) if p % RING == place) + 1 for place in range(RING)]
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_rewritten_position_of_a_ring_is_the_last_writers(stacked):
+    ring, _ = positions_of(rings(stacked, [0, 5, 6], 5), 1)
+    assert ring == [8, 9, 10, 11, 5, 6, 7]
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_ring_is_copied_whole_and_keeps_its_bound_in_another_shape(stacked):
+    cache = rings(stacked, [0, 5, 10], 5)
+    moved = copy_slot(cache, jnp.int32(1), jnp.int32(3), jnp.int32(2))
+    assert positions_of(moved, 3)[0] == positions_of(cache, 1)[0]
+    assert positions_of(moved, 3)[1][:2] == [1, 2]
+    short = reshaped(rings(stacked, [0], 5), jnp.array([1]), 6)
+    assert positions_of(short, 0) == [[1, 2, 3, 4, 5, 0]] * 2
+    again = reshaped(short, jnp.array([0, 0]), 30)
+    assert positions_of(again, 1)[0] == [1, 2, 3, 4, 5, 0, 0]
+    assert [x.shape[-2] for x in again.k[:2]] == [RING, 30]
+
+
 def test_bfloat16_is_stored_as_its_bits_on_a_cpu_only():
     assert storage_dtype(jnp.dtype(jnp.bfloat16), "cpu") == jnp.uint16
     assert storage_dtype(jnp.dtype(jnp.bfloat16), "tpu") == jnp.bfloat16

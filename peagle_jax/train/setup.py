@@ -121,8 +121,8 @@ def drafter_config(recipe: Recipe, target: LoadedTarget, mask_token: int | None)
     head, block = recipe.head, target.config.block
     if block.moe is not None and not head.intermediate_size:
         raise TrainError(
-            f"head.intermediate_size is 0, the target's, but that one's {block.intermediate_size} is the width "
-            f"of one of {block.moe.num_experts} experts; set it, such as to {5 * block.hidden_size}"
+            f"head.intermediate_size is 0, the target's, but that one's {block.intermediate_size} is the "
+            f"width of one of {block.moe.num_experts} experts; set it, such as to {5 * block.hidden_size}"
         )
     block = dataclasses.replace(block, moe=None, swiglu_limit=None)
     changes = {

@@ -12,6 +12,7 @@ from peagle_jax.config import BlockConfig
 from peagle_jax.layers.linear import product
 from peagle_jax.layers.norm import rms_norm
 from peagle_jax.layers.rope import apply_rope
+from peagle_jax.parallel.rules import joined
 
 Attend = Callable[[Array, Array, Array], Array]
 """(q (..., T, N, H), k (..., T, G, H), v (..., T, G, H)) -> (..., T, N*H), all float32."""
@@ -87,5 +88,5 @@ def run_block(
     if x is None:
         x = rms_norm(residual, p.attn_norm, cfg.rms_norm_eps)
     q, k, v = project_qkv(p, cfg, x, tables)
-    h = residual + _affine(attend(q, k, v), p.wo, p.bo)
-    return h + mlp(p, cfg, h), (k, v)
+    h = joined(residual + _affine(attend(q, k, v), p.wo, p.bo))
+    return joined(h + mlp(p, cfg, h)), (k, v)

@@ -15,7 +15,7 @@ from peagle_jax.layers.block import Attend, BlockParams, run_block
 from peagle_jax.layers.linear import product, table_rows
 from peagle_jax.layers.norm import rms_norm
 from peagle_jax.layers.rope import rope_tables
-from peagle_jax.parallel.rules import gathered
+from peagle_jax.parallel.rules import gathered, joined
 
 
 @struct.dataclass
@@ -89,7 +89,7 @@ def _run_layers(
             boundaries[i + 1] = h
             rows.append(kv)
         features = jnp.concatenate([boundaries[t] for t in taps], -1) if taps else h[..., :0]
-        return TargetOutput(h, features, tuple(k for k, _ in rows), tuple(v for _, v in rows))
+        return TargetOutput(h, joined(features), tuple(k for k, _ in rows), tuple(v for _, v in rows))
 
     wanted = jnp.array(taps, jnp.int32).reshape(-1, *(1,) * h.ndim)
     collected = jnp.where(wanted == 0, h, jnp.zeros((len(taps), *h.shape), h.dtype))
@@ -104,7 +104,7 @@ def _run_layers(
         step, (h, collected), (jnp.arange(cfg.num_layers), params.layers, cache or ())
     )
     features = jnp.concatenate(list(collected), -1) if taps else h[..., :0]
-    return TargetOutput(h, features, k, v)
+    return TargetOutput(h, joined(features), k, v)
 
 
 def forward(

@@ -15,6 +15,7 @@ from peagle_jax.serve.draft_length import DraftLength
 from peagle_jax.serve.engine import Engine
 from peagle_jax.serve.speculative_config import SpeculativeOptions
 from peagle_jax.speculative.decoder import Decoder
+from peagle_jax.speculative.placement import Placement
 
 log = logging.getLogger(__name__)
 
@@ -86,8 +87,10 @@ def build_decoder(
         memory_utilization=options.gpu_memory_utilization or MEMORY_UTILIZATION,
         batch=sequences(options),
         draft_lengths=draft_lengths(loaded.num_speculative_tokens, speculative),
-        devices=jax.devices()[: options.data_parallel_size],
-        replicate_backend=cast(Literal["pmap", "shard_map"], options.replicate or "pmap"),
+        placement=Placement.on(
+            jax.devices()[: options.data_parallel_size],
+            backend=cast(Literal["pmap", "shard_map"] | None, options.replicate),
+        ),
         guided=guided,
         synthetic_rates=rates,
     )

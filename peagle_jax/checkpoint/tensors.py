@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
-import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
 from peagle_jax.checkpoint.errors import CheckpointError
+from peagle_jax.checkpoint.placing import Places
 from peagle_jax.config import BlockConfig, TargetConfig
 from peagle_jax.layers.block import BlockParams
 from peagle_jax.models.family import LAYER_NAMES, MODEL_NAMES
@@ -131,9 +132,10 @@ def read_layer(
     fields: Iterable[str],
     shapes: Mapping[str, Shape],
     dtype: np.dtype,
-) -> dict[str, np.ndarray]:
-    """One layer's arrays by ``BlockParams`` field."""
-    return {field: reader.take(name_of(field), shapes[field], dtype) for field in fields}
+    put: Callable[[str, np.ndarray], Any],
+) -> dict[str, Any]:
+    """One layer's arrays by ``BlockParams`` field, each ``put`` where it belongs before the next is read."""
+    return {field: put(field, reader.take(name_of(field), shapes[field], dtype)) for field in fields}
 
 
 def read_target(
@@ -143,8 +145,10 @@ def read_target(
     name_of: NameOf,
     dtype: DTypeLike,
     stacked: bool,
+    places: Places | None = None,
 ) -> TargetParams:
-    """All weights of a target in ``dtype``; see ``TargetParams`` for the two forms of its layers.
+    """All weights of a target in ``dtype``; see ``TargetParams`` for the two forms of its layers. Each goes
+    to its place before the next is read; a stack is filled where it lies, layer by layer.
 
     Raises:
         CheckpointError: a tensor is missing, misshaped or has no place.
@@ -153,28 +157,28 @@ def read_target(
     table = (cfg.vocab_size, cfg.hidden_size)
     shapes = layer_shapes(cfg.block)
 
-    def layer(index: int) -> dict[str, np.ndarray]:
-        return read_layer(reader, lambda field: name_of(field, index), fields, shapes, dtype)
+    places = places or Places(None, cfg)
+
+    def layer(index: int, put: Callable[[str, np.ndarray], Any]) -> dict[str, Any]:
+        return read_layer(reader, lambda field: name_of(field, index), fields, shapes, dtype, put)
+
+    def own(field: str, shape: Shape) -> Any:
+        return places.put(field, reader.take(name_of(field, None), shape, dtype))
 
     layers: BlockParams | tuple[BlockParams, ...]
     if stacked:
-        stacks: dict[str, np.ndarray] = {}
+        stacks: dict[str, Any] = {}
+
+        def fill(index: int, field: str, array: np.ndarray) -> Any:
+            return places.fill(stacks.get(field), field, array, index, cfg.num_layers)
+
         for index in range(cfg.num_layers):
-            for field, array in layer(index).items():
-                if field not in stacks:
-                    stacks[field] = np.empty((cfg.num_layers, *array.shape), dtype)
-                stacks[field][index] = array
-        layers = BlockParams(**{field: jnp.asarray(stacks.pop(field)) for field in fields})
+            stacks |= layer(index, functools.partial(fill, index))
+        layers = BlockParams(**stacks)
     else:
-        layers = tuple(
-            BlockParams(**{field: jnp.asarray(array) for field, array in layer(index).items()})
-            for index in range(cfg.num_layers)
-        )
-    embed = jnp.asarray(reader.take(name_of("embed", None), table, dtype))
-    final_norm = jnp.asarray(reader.take(name_of("final_norm", None), (cfg.hidden_size,), dtype))
-    lm_head = None
-    if not cfg.tie_word_embeddings:
-        lm_head = jnp.asarray(reader.take(name_of("lm_head", None), table, dtype))
+        layers = tuple(BlockParams(**layer(i, places.put)) for i in range(cfg.num_layers))
+    embed, final_norm = own("embed", table), own("final_norm", (cfg.hidden_size,))
+    lm_head = None if cfg.tie_word_embeddings else own("lm_head", table)
     return TargetParams(embed, layers, final_norm, lm_head)
 
 

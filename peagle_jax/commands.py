@@ -17,7 +17,9 @@ from peagle_jax.checkpoint.head import default_head_path, load_head
 from peagle_jax.checkpoint.model import LoadedTarget, load_target
 from peagle_jax.config import DrafterConfig, Method, SpecConfig, TargetConfig
 from peagle_jax.drafter.head import DrafterParams
+from peagle_jax.parallel.replicate import Backend
 from peagle_jax.speculative.decoder import Decoder
+from peagle_jax.speculative.placement import Placement
 from peagle_jax.speculative.request import Request, settings_of
 from peagle_jax.speculative.sizes import PREFILL_CHUNK, rings_of
 
@@ -64,6 +66,7 @@ class Loaded:
     head: Head | None
     num_speculative_tokens: int
     dtype: jnp.dtype
+    placement: Placement | None = None  # None: the first device
 
     def spec(self, rounds: int = 1) -> SpecConfig:
         """The round's configuration, of so many rounds a dispatch."""
@@ -89,7 +92,7 @@ class Loaded:
             ConfigError: the head does not fit the target, or K is above what it was trained for.
             CommandError: the machine has no memory for such a context.
         """
-        check_memory(self.target, max_model_len, self.dtype)
+        check_memory(self, max_model_len)
         head = self.head if speculative and self.num_speculative_tokens else None
         spec = self.spec(rounds) if head else SpecConfig(rounds=rounds)
         if memory_utilization is not None:
@@ -102,8 +105,29 @@ class Loaded:
             head and head.params,
             spec,
             max_model_len=max_model_len,
+            placement=self.placement,
             **options,
         )
+
+
+def placement(
+    data: int, tensor: int, backend: Backend | None = None, draft_tensor: int | None = None
+) -> Placement:
+    """The first ``data`` x ``tensor`` devices; see ``Placement.on``.
+
+    Raises:
+        CommandError: this machine does not have them.
+        ConfigError: settings that contradict each other.
+    """
+    found = jax.device_count()
+    if tensor < 1 or data * tensor > found:
+        replicas = f"--data-parallel-size {data} x " if data > 1 else ""
+        there = "is 1 device" if found == 1 else f"are {found} devices"
+        raise CommandError(
+            f"{replicas}--tensor-parallel-size {tensor} asks for {data * tensor} devices, but there {there}; "
+            f"ask for 1 to {found}"
+        )
+    return Placement.on(jax.devices()[: data * tensor], tensor, backend, draft_tensor)
 
 
 def load(
@@ -116,6 +140,7 @@ def load(
     dtype: str = "auto",
     revision: str | None = None,
     tokenizer: str | None = None,
+    placement: Placement | None = None,
 ) -> Loaded:
     """Loads what the command line names.
 
@@ -128,9 +153,11 @@ def load(
         method: what the head must be; None accepts what it is.
         speculate: no head is an error, unless num_speculative_tokens is 0.
         revision: of the hub id that ``model`` then must be.
+        placement: the devices, to which each tensor goes as it is read (default: the first device).
 
     Raises:
         CheckpointError: a model or head that cannot be loaded.
+        ConfigError: a dimension that cannot be split over the devices.
         CommandError: settings that contradict each other or the head.
     """
     if num_speculative_tokens is not None and num_speculative_tokens < 0:
@@ -156,15 +183,17 @@ def load(
         name = "the embedded model" if model is None else model
         raise CommandError(f"{found} but there is no head for {name}; name one, or leave it out")
     chosen = resolve_dtype(dtype)
-    target = load_target(model, dtype=chosen, revision=revision, tokenizer=tokenizer)
+    mesh = placement and placement.mesh
+    target = load_target(model, dtype=chosen, revision=revision, tokenizer=tokenizer, mesh=mesh)
     if head is None or num_speculative_tokens == 0:
-        return Loaded(target, None, 0, chosen)
-    config, params = load_head(head, target.config, target.params, dtype=chosen)
+        return Loaded(target, None, 0, chosen, placement)
+    split = placement is None or placement.split_head
+    config, params = load_head(head, target.config, target.params, dtype=chosen, mesh=mesh, split=split)
     _check_method(config, method, head)
     if num_speculative_tokens is None:
         trained = DEFAULT_TOKENS if config.method == "eagle3" else config.num_depths
         num_speculative_tokens = min(trained, DEFAULT_TOKENS)
-    return Loaded(target, Head(config, params, head), num_speculative_tokens, chosen)
+    return Loaded(target, Head(config, params, head), num_speculative_tokens, chosen, placement)
 
 
 def _check_revision(model: str | None, revision: str | None) -> None:
@@ -207,9 +236,9 @@ def context_limit(target: LoadedTarget, wanted: int | None = None) -> int:
     return wanted
 
 
-def check_memory(target: LoadedTarget, max_model_len: int, dtype: jnp.dtype) -> None:
+def check_memory(loaded: Loaded, max_model_len: int) -> None:
     """Raises CommandError for a context whose keys and values alone are more than the memory there is."""
-    available, position = _device_memory(), _position_bytes(target.config, dtype)[0]
+    available, position = _device_memory(), _position_bytes(loaded.target.config, loaded, split=True)[0]
     needed = position * max_model_len
     if available and needed > available:
         raise CommandError(
@@ -220,8 +249,8 @@ def check_memory(target: LoadedTarget, max_model_len: int, dtype: jnp.dtype) -> 
 
 
 def kv_room(loaded: Loaded, utilization: float, slots: int, rings: tuple[int, ...] = ()) -> int | None:
-    """Positions of the target's and the head's caches that fit ``utilization`` of the memory, beside the
-    weights, the settings of ``slots`` requests and their ``rings`` (``Sizes``); None where the memory's
+    """Positions of the target's and the head's caches that fit ``utilization`` of a device's memory, beside
+    its weights, the settings of ``slots`` requests and their ``rings`` (``Sizes``); None where the memory's
     size is not known.
 
     Raises:
@@ -232,10 +261,11 @@ def kv_room(loaded: Loaded, utilization: float, slots: int, rings: tuple[int, ..
         return None
     head = loaded.head
     arrays = {id(x): x for x in jax.tree.leaves((loaded.target.params, head and head.params))}
-    weights = sum(x.nbytes for x in arrays.values())  # a head may share the target's
-    position, slot = _position_bytes(loaded.target.config, loaded.dtype, rings)
+    weights = sum(x.addressable_shards[0].data.nbytes for x in arrays.values())  # a head may share
+    position, slot = _position_bytes(loaded.target.config, loaded, rings, split=True)
     if head is not None:
-        position += _position_bytes(head.config, loaded.dtype)[0]
+        split = loaded.placement is not None and loaded.placement.split_head
+        position += _position_bytes(head.config, loaded, split=split)[0]
     settings = jax.tree.leaves(settings_of(Request([0]), 1, loaded.target.config.vocab_size))
     taken = weights + slots * (slot + sum(x.nbytes for x in settings))
     left = int(available * utilization) - taken
@@ -249,10 +279,11 @@ def kv_room(loaded: Loaded, utilization: float, slots: int, rings: tuple[int, ..
 
 
 def _position_bytes(
-    config: TargetConfig | DrafterConfig, dtype: jnp.dtype, rings: tuple[int, ...] = ()
+    config: TargetConfig | DrafterConfig, loaded: Loaded, rings: tuple[int, ...] = (), *, split: bool
 ) -> tuple[int, int]:
-    """Bytes that the keys and values of one token take, and those of a slot's rings."""
-    layer = 2 * config.block.num_kv_heads * config.block.head_dim * dtype.itemsize
+    """Bytes that the keys and values of one token take on a device, and those of a slot's rings."""
+    parts = loaded.placement.tensor if loaded.placement is not None and split else 1
+    layer = 2 * config.block.num_kv_heads // parts * config.block.head_dim * loaded.dtype.itemsize
     bounds = (rings or (0,)) * (config.num_layers // len(rings or (0,)))
     return layer * sum(ring == 0 for ring in bounds), layer * sum(bounds)
 
@@ -293,6 +324,24 @@ def describe(loaded: Loaded, max_model_len: int) -> list[tuple[str, Any]]:
         ]
     return [
         *lines,
+        *_lie(loaded),
         ("dtype", f"{loaded.dtype.name} on {jax.default_backend()}"),
         ("max_model_len", max_model_len),
     ]
+
+
+def _lie(loaded: Loaded) -> list[tuple[str, Any]]:
+    """How the weights lie on several devices."""
+    placement, head = loaded.placement, loaded.head
+    if placement is None or placement.mesh.size == 1:
+        return []
+    shape = f"data {placement.replicas} x tensor {placement.tensor}: {placement.mesh.size} devices"
+    hosts = f", {jax.process_count()} processes" if placement.several_hosts else ""
+    lines: list[tuple[str, Any]] = [("mesh", f"{shape}{hosts}, replicated by {placement.backend}")]
+    if placement.tensor > 1:
+        kv = loaded.target.config.block.num_kv_heads // placement.tensor
+        parts = f"in {placement.tensor} parts"
+        lines.append(("target lies", f"{parts}, {kv} kv head{'s' * (kv > 1)} each"))
+        if head is not None:
+            lines.append(("head lies", parts if placement.split_head else "whole on every device"))
+    return lines

@@ -180,6 +180,15 @@ def build_parser() -> Parser:
     add("--min-p", type=float, default=0.0, help="drop tokens below this share of the best's probability")
     add("--seed", type=int, default=0, help="the same seed gives the same tokens, with any head (default: 0)")
     add("--dtype", choices=commands.DTYPES, default="auto", help="of the weights (default: auto)")
+    add(
+        "--tensor-parallel-size",
+        "-tp",
+        type=int,
+        default=1,
+        metavar="N",
+        help="devices to split the model over",
+    )
+    add("--draft-tensor-parallel-size", type=int, metavar="N", help="1: the head is whole on each of them")
     add("--raw", action="store_true", help="the prompt as it is, without the model's chat template")
     add("--compare", action="store_true", help="also decode without the head, and compare tokens and speed")
     add("--json", action="store_true", help="print one JSON object and nothing else")
@@ -201,7 +210,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     prompt = _standard_input() if args.prompt == "-" else args.prompt
     _say("loading")
     loaded = commands.load(
-        args.model, head, k, dtype=args.dtype, revision=args.revision, tokenizer=args.tokenizer
+        args.model,
+        head,
+        k,
+        dtype=args.dtype,
+        revision=args.revision,
+        tokenizer=args.tokenizer,
+        placement=commands.placement(1, args.tensor_parallel_size, None, args.draft_tensor_parallel_size),
     )
     prompt_ids = prompt_token_ids(loaded.target.tokenizer, prompt, args.raw)
     max_tokens = _room(loaded, prompt_ids, args.max_tokens)

@@ -141,9 +141,9 @@ def test_a_context_beyond_the_memory_is_refused_and_names_what_fits(loads):
     ) as e:
         loaded.decoder(10**9)
     fits = int(str(e.value).split("at most ")[1].split()[0])
-    commands.check_memory(loaded.target, fits, loaded.dtype)
+    commands.check_memory(loaded, fits)
     with pytest.raises(CommandError):
-        commands.check_memory(loaded.target, fits + 1, loaded.dtype)
+        commands.check_memory(loaded, fits + 1)
 
 
 def test_the_caches_have_what_the_weights_leave_of_the_memory(loads, monkeypatch):

@@ -9,6 +9,7 @@ from peagle_jax.checkpoint.tensors import layer_shapes
 from peagle_jax.config import BlockConfig, DrafterConfig, MoeConfig, RopeConfig, TargetConfig
 from peagle_jax.drafter.head import DrafterParams
 from peagle_jax.layers.block import BlockParams
+from peagle_jax.layers.moe import Experts
 from peagle_jax.models.gpt_oss import GPT_OSS as GPT_OSS_FAMILY
 from peagle_jax.models.stack import TargetParams
 
@@ -63,7 +64,17 @@ def block(make, cfg: BlockConfig, inputs: int | None = None) -> BlockParams:
     if cfg.moe is not None:
         shapes = layer_shapes(cfg)
         fields = GPT_OSS_FAMILY.layer_fields({})
-        return BlockParams(**{field: make(*shapes[field]) + ("norm" in field) for field in fields})
+        count = cfg.moe.num_experts
+        own = {field: make(*shapes[field]) + ("norm" in field) for field in fields}
+        experts = Experts(
+            make(count, f, d),
+            make(count, f, d),
+            make(count, d, f),
+            make(count, f),
+            make(count, f),
+            make(count, d),
+        )
+        return BlockParams(**own, w_gate=None, w_up=None, w_down=None, experts=experts)
     return BlockParams(
         attn_norm=1 + make(d) * 0.2,
         wq=make(i, cfg.num_heads * h).T,

@@ -1,67 +1,81 @@
-"""The experts of a mixture, as Hugging Face folders store them: one by one, or all of a layer together."""
+"""The experts of a mixture, as checkpoints store them: one by one, or all of a layer together."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import jax
 import numpy as np
 
 from peagle_jax.checkpoint.errors import CheckpointError
-from peagle_jax.checkpoint.tensors import Reader, ReadExperts, layer_shapes
+from peagle_jax.checkpoint.tensors import Reader, ReadExperts, Shape
 from peagle_jax.config import BlockConfig
+from peagle_jax.layers.moe import Experts
 from peagle_jax.layers.mxfp4 import BLOCK, Mxfp4
-
-_PARTS = {"w_gate": "gate_proj", "w_up": "up_proj", "w_down": "down_proj"}
 
 NOT_A_SCALE = 255
 """The E8M0 code of NaN."""
 
 
-def read_each(reader: Reader, block: BlockConfig, layer: int, dtype: np.dtype) -> dict[str, np.ndarray]:
-    """Qwen3-MoE's ``mlp.experts.J.gate_proj.weight`` and so on, stacked: (E, F, D) and (E, D, F)."""
-    shapes, found = layer_shapes(block), {}
-    for field, part in _PARTS.items():
-        stack = np.empty(shapes[field], dtype)
-        for j in range(len(stack)):
-            name = f"model.layers.{layer}.mlp.experts.{j}.{part}.weight"
-            stack[j] = reader.take(name, stack.shape[1:], dtype)
-        found[field] = stack
-    return found
+def read_each(reader: Reader, block: BlockConfig, layer: int, dtype: np.dtype) -> Experts:
+    """Qwen3-MoE's ``mlp.experts.J.gate_proj.weight`` and so on, stacked."""
+
+    def stack(part: str, shape: Shape) -> np.ndarray:
+        out = np.empty((_count(block), *shape), dtype)
+        for j in range(len(out)):
+            name = f"model.layers.{layer}.mlp.experts.{j}.{part}_proj.weight"
+            out[j] = reader.take(name, shape, dtype)
+        return out
+
+    d, f = block.hidden_size, block.intermediate_size
+    return Experts(stack("gate", (f, d)), stack("up", (f, d)), stack("down", (d, f)))
 
 
-def read_gpt_oss(reader: Reader, block: BlockConfig, layer: int, dtype: np.dtype) -> dict[str, Any]:
+def read_gguf(reader: Reader, block: BlockConfig, layer: int, dtype: np.dtype) -> Experts:
+    """GGUF's ``ffn_gate_exps`` and so on, a layer's experts in one tensor; biases where there are any."""
+    e, d, f = _count(block), block.hidden_size, block.intermediate_size
+    shapes = {"gate": (e, f, d), "up": (e, f, d), "down": (e, d, f)}
+
+    def name(part: str, kind: str) -> str:
+        return f"blk.{layer}.ffn_{part}_exps.{kind}"
+
+    weights = [reader.take(name(part, "weight"), shape, dtype) for part, shape in shapes.items()]
+    if not reader.has(name("gate", "bias")):
+        return Experts(*weights)
+    return Experts(
+        *weights, *(reader.take(name(part, "bias"), shape[:2], dtype) for part, shape in shapes.items())
+    )
+
+
+def read_gpt_oss(reader: Reader, block: BlockConfig, layer: int, dtype: np.dtype) -> Experts:
     """gpt-oss's experts, where the rows of gate and up alternate; packed as MXFP4 they stay so.
 
     Raises:
         CheckpointError: a tensor is missing or misshaped, a scale is NaN, or a width is no multiple of 32.
     """
     prefix = f"model.layers.{layer}.mlp.experts"
-    shapes = layer_shapes(block)
-    count, f, d = shapes["w_gate"]
-    biases = {"gate_up": (count, 2 * f), "down": (count, d)}
-    b_both, b_down = (
-        reader.take(f"{prefix}.{part}_proj_bias", shape, dtype) for part, shape in biases.items()
-    )
+    e, d, f = _count(block), block.hidden_size, block.intermediate_size
+    both_bias = reader.take(f"{prefix}.gate_up_proj_bias", (e, 2 * f), dtype)
+    down_bias = reader.take(f"{prefix}.down_proj_bias", (e, d), dtype)
+    both: Any
+    down: Any
     if reader.has(f"{prefix}.gate_up_proj_blocks"):
-        both = _packed(reader, f"{prefix}.gate_up_proj", (count, 2 * f, d))
-        down: Any = _packed(reader, f"{prefix}.down_proj", (count, d, f))
-        gate, up = (
-            Mxfp4(*(np.ascontiguousarray(x[:, first::2]) for x in (both.values, both.scales)))
-            for first in (0, 1)
-        )
+        both = _packed(reader, f"{prefix}.gate_up_proj", (e, 2 * f, d))
+        down = _packed(reader, f"{prefix}.down_proj", (e, d, f))
     else:  # stored (in, out)
-        both = reader.take(f"{prefix}.gate_up_proj", (count, d, 2 * f), dtype).swapaxes(1, 2)
-        gate, up = (np.ascontiguousarray(both[:, first::2]) for first in (0, 1))
-        down = reader.take(f"{prefix}.down_proj", (count, f, d), dtype).swapaxes(1, 2)
-        down = np.ascontiguousarray(down)
-    return {
-        "w_gate": gate,
-        "w_up": up,
-        "w_down": down,
-        "b_gate": np.ascontiguousarray(b_both[:, 0::2]),
-        "b_up": np.ascontiguousarray(b_both[:, 1::2]),
-        "b_down": b_down,
-    }
+        both = reader.take(f"{prefix}.gate_up_proj", (e, d, 2 * f), dtype).swapaxes(1, 2)
+        down = np.ascontiguousarray(reader.take(f"{prefix}.down_proj", (e, f, d), dtype).swapaxes(1, 2))
+    gate, up, gate_bias, up_bias = (
+        jax.tree.map(lambda x, first=first: np.ascontiguousarray(x[:, first::2]), x)
+        for x in (both, both_bias)
+        for first in (0, 1)
+    )
+    return Experts(gate, up, down, gate_bias, up_bias, down_bias)
+
+
+def _count(block: BlockConfig) -> int:
+    assert block.moe is not None
+    return block.moe.num_experts
 
 
 def _packed(reader: Reader, name: str, shape: tuple[int, int, int]) -> Mxfp4:

@@ -13,7 +13,9 @@ from jax.typing import DTypeLike
 
 from peagle_jax.checkpoint import fields
 from peagle_jax.checkpoint.errors import CheckpointError
+from peagle_jax.checkpoint.experts import read_gguf
 from peagle_jax.checkpoint.gguf_format import TensorData, read_header
+from peagle_jax.checkpoint.placing import Places
 from peagle_jax.checkpoint.tensors import Reader, Shape, gguf_name, read_target
 from peagle_jax.config import BlockConfig, ConfigError, MoeConfig, RopeConfig, TargetConfig
 from peagle_jax.layers.rope import inverse_frequencies
@@ -252,12 +254,18 @@ def _vocab_size(file: GGUFFile) -> int:
 
 
 def load_params(
-    file: GGUFFile, cfg: TargetConfig, dtype: DTypeLike = jnp.float32, stacked: bool = False
+    file: GGUFFile,
+    cfg: TargetConfig,
+    dtype: DTypeLike = jnp.float32,
+    stacked: bool = False,
+    places: Places | None = None,
 ) -> TargetParams:
     """The weights, decoded one tensor at a time. Raises CheckpointError as ``read_target`` does."""
     reader = Reader(file)
     flags = {"attention_bias": reader.has("blk.0.attn_q.bias"), "mlp_bias": reader.has("blk.0.ffn_up.bias")}
     name_of = partial(gguf_name, family=file.family)
-    params = read_target(reader, cfg, file.family.layer_fields(flags), name_of, dtype, stacked)
+    experts = None if cfg.block.moe is None else read_gguf
+    wanted = file.family.layer_fields(flags)
+    params = read_target(reader, cfg, wanted, name_of, dtype, stacked, places, experts)
     reader.finish(ignore=lambda name: name == _FREQUENCIES)  # in the config already
     return params

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
 from peagle_jax.checkpoint.errors import CheckpointError
+from peagle_jax.checkpoint.placing import Places
 from peagle_jax.config import BlockConfig, TargetConfig
-from peagle_jax.layers.block import EXPERT_FIELDS, BlockParams
-from peagle_jax.models.family import MODEL_NAMES, Family
+from peagle_jax.layers.block import BlockParams
+from peagle_jax.layers.moe import Experts
+from peagle_jax.models.family import MLP_FIELDS, MODEL_NAMES, Family
 from peagle_jax.models.llama import LLAMA
 from peagle_jax.models.stack import TargetParams
 
@@ -21,8 +22,8 @@ Shape = tuple[int, ...]
 NameOf = Callable[[str, int | None], str]
 """(field, layer index or None for the model's own) -> the tensor's name in the file."""
 
-ReadExperts = Callable[["Reader", BlockConfig, int, np.dtype], dict[str, Any]]
-"""(reader, block, layer index, dtype) -> the ``BlockParams`` fields of the layer's experts."""
+ReadExperts = Callable[["Reader", BlockConfig, int, np.dtype], Experts]
+"""(reader, block, layer index, dtype) -> the layer's experts, as NumPy arrays."""
 
 
 class TensorSource(Protocol):
@@ -108,7 +109,7 @@ def layer_shapes(block: BlockConfig, input_size: int | None = None) -> dict[str,
     """Shapes of every ``BlockParams`` field; ``input_size`` is q, k and v's."""
     d, f, h = block.hidden_size, block.intermediate_size, block.head_dim
     q, kv, i = block.num_heads * h, block.num_kv_heads * h, input_size or d
-    each = () if block.moe is None else (block.moe.num_experts,)
+    count = 0 if block.moe is None else block.moe.num_experts
     return {
         "attn_norm": (d,),
         "wq": (q, i),
@@ -116,20 +117,20 @@ def layer_shapes(block: BlockConfig, input_size: int | None = None) -> dict[str,
         "wv": (kv, i),
         "wo": (d, q),
         "mlp_norm": (d,),
-        "w_gate": (*each, f, d),
-        "w_up": (*each, f, d),
-        "w_down": (*each, d, f),
+        "w_gate": (f, d),
+        "w_up": (f, d),
+        "w_down": (d, f),
         "bq": (q,),
         "bk": (kv,),
         "bv": (kv,),
         "bo": (d,),
-        "b_gate": (*each, f),
-        "b_up": (*each, f),
-        "b_down": (*each, d),
+        "b_gate": (f,),
+        "b_up": (f,),
+        "b_down": (d,),
         "q_norm": (h,),
         "k_norm": (h,),
-        "w_router": (*each, d),
-        "b_router": each,
+        "w_router": (count, d),
+        "b_router": (count,),
         "sinks": (block.num_heads,),
     }
 
@@ -140,9 +141,10 @@ def read_layer(
     fields: Iterable[str],
     shapes: Mapping[str, Shape],
     dtype: np.dtype,
-) -> dict[str, np.ndarray]:
-    """One layer's arrays by ``BlockParams`` field."""
-    return {field: reader.take(name_of(field), shapes[field], dtype) for field in fields}
+    put: Callable[[str, np.ndarray], Any],
+) -> dict[str, Any]:
+    """One layer's arrays by ``BlockParams`` field, each ``put`` where it belongs before the next is read."""
+    return {field: put(field, reader.take(name_of(field), shapes[field], dtype)) for field in fields}
 
 
 def read_target(
@@ -152,11 +154,13 @@ def read_target(
     name_of: NameOf,
     dtype: DTypeLike,
     stacked: bool,
+    places: Places | None = None,
     experts: ReadExperts | None = None,
 ) -> TargetParams:
-    """All weights of a target in ``dtype``; see ``TargetParams`` for the two forms of its layers.
+    """All weights of a target in ``dtype``; see ``TargetParams`` for the two forms of its layers. Each goes
+    to its place before the next is read; a stack is filled where it lies, layer by layer.
 
-    ``experts`` reads those of a layer's mixture that have no names of their own.
+    ``experts`` reads those of a layer, where there is a mixture.
 
     Raises:
         CheckpointError: a tensor is missing, misshaped or has no place.
@@ -164,42 +168,37 @@ def read_target(
     dtype = np.dtype(dtype)
     table = (cfg.vocab_size, cfg.hidden_size)
     shapes = layer_shapes(cfg.block)
-    if experts is not None:
-        fields = tuple(field for field in fields if field not in EXPERT_FIELDS)
+    places = places or Places(None, cfg)
 
-    def layer(index: int) -> dict[str, Any]:
-        found = read_layer(reader, lambda field: name_of(field, index), fields, shapes, dtype)
-        return found if experts is None else found | experts(reader, cfg.block, index, dtype)
+    def layer(index: int, put: Callable[[str, Any], Any]) -> dict[str, Any]:
+        found = read_layer(reader, lambda field: name_of(field, index), fields, shapes, dtype, put)
+        if experts is not None:
+            none = dict.fromkeys(MLP_FIELDS)
+            found |= none | {"experts": put("experts", experts(reader, cfg.block, index, dtype))}
+        return found
+
+    def own(field: str, shape: Shape) -> Any:
+        return places.put(field, reader.take(name_of(field, None), shape, dtype))
+
+    def stack(indices: range) -> BlockParams:
+        filled: dict[str, Any] = {}
+
+        def fill(at: int, field: str, array: Any) -> Any:
+            return places.fill(filled.get(field), field, array, at, len(indices))
+
+        for at, index in enumerate(indices):
+            filled |= layer(index, functools.partial(fill, at))
+        return BlockParams(**filled)
 
     layers: BlockParams | tuple[BlockParams, ...]
     if stacked:
-        stacks = tuple(_stack(layer, range(j, cfg.num_layers, cfg.cycle)) for j in range(cfg.cycle))
+        stacks = tuple(stack(range(first, cfg.num_layers, cfg.cycle)) for first in range(cfg.cycle))
         layers = stacks if cfg.cycle > 1 else stacks[0]
     else:
-        layers = tuple(
-            BlockParams(**jax.tree.map(jnp.asarray, layer(index))) for index in range(cfg.num_layers)
-        )
-    embed = jnp.asarray(reader.take(name_of("embed", None), table, dtype))
-    final_norm = jnp.asarray(reader.take(name_of("final_norm", None), (cfg.hidden_size,), dtype))
-    lm_head = None
-    if not cfg.tie_word_embeddings:
-        lm_head = jnp.asarray(reader.take(name_of("lm_head", None), table, dtype))
+        layers = tuple(BlockParams(**layer(i, places.put)) for i in range(cfg.num_layers))
+    embed, final_norm = own("embed", table), own("final_norm", (cfg.hidden_size,))
+    lm_head = None if cfg.tie_word_embeddings else own("lm_head", table)
     return TargetParams(embed, layers, final_norm, lm_head)
-
-
-def _stack(layer: Callable[[int], dict[str, Any]], indices: range) -> BlockParams:
-    """The layers of ``indices`` on a leading axis, each read once."""
-    stacks: dict[str, Any] = {}
-    for place, index in enumerate(indices):
-        arrays = layer(index)
-        if not stacks:
-            stacks = jax.tree.map(lambda a: np.empty((len(indices), *a.shape), a.dtype), arrays)
-
-        def put(stack: np.ndarray, array: np.ndarray, place: int = place) -> None:
-            stack[place] = array
-
-        jax.tree.map(put, stacks, arrays)
-    return BlockParams(**{field: jax.tree.map(jnp.asarray, stacks.pop(field)) for field in list(stacks)})
 
 
 def hf_name(field: str, layer: int | None, family: Family = LLAMA) -> str:

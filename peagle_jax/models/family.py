@@ -37,8 +37,7 @@ LAYER_NAMES: dict[str, Names] = {
     "b_router": Names("mlp.gate.bias", "ffn_gate_inp.bias"),
     "sinks": Names("self_attn.sinks", "attn_sinks.weight"),
 }
-"""Fields of ``BlockParams`` by name, where a family does not rename them. Experts' weights have no name of
-their own in Hugging Face folders (``checkpoint.experts``)."""
+"""Fields of ``BlockParams`` by name, where a family does not rename them. Experts: ``checkpoint.experts``."""
 
 MODEL_NAMES: dict[str, Names] = {
     "embed": Names("model.embed_tokens.weight", "token_embd.weight"),
@@ -47,14 +46,8 @@ MODEL_NAMES: dict[str, Names] = {
 }
 """Fields of ``TargetParams`` by name."""
 
-COMMON_FIELDS = ("attn_norm", "wq", "wk", "wv", "wo", "mlp_norm", "w_gate", "w_up", "w_down")
-EXPERTS_GGUF: tuple[tuple[str, Names], ...] = tuple(
-    (f"{kind}_{part}", Names("", f"ffn_{part}_exps.{word}"))
-    for kind, word in (("w", "weight"), ("b", "bias"))
-    for part in ("gate", "up", "down")
-)
-"""What GGUF files call the experts' weights of a layer, all experts in one tensor."""
-
+MLP_FIELDS = ("w_gate", "w_up", "w_down")
+COMMON_FIELDS = ("attn_norm", "wq", "wk", "wv", "wo", "mlp_norm", *MLP_FIELDS)
 QKV_BIASES = ("bq", "bk", "bv")
 MLP_BIASES = ("b_gate", "b_up", "b_down")
 QK_NORMS = ("q_norm", "k_norm")
@@ -91,4 +84,5 @@ class Family:
     def layer_fields(self, flags: Mapping[str, Any]) -> tuple[str, ...]:
         """The ``BlockParams`` fields that a layer has under these config flags."""
         extra = tuple(f for flag, fields in self.by_flag if flags.get(flag) for f in fields)
-        return COMMON_FIELDS + self.always + extra
+        common = COMMON_FIELDS if self.experts is None else (f for f in COMMON_FIELDS if f not in MLP_FIELDS)
+        return (*common, *self.always, *extra)

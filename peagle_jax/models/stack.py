@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +13,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from peagle_jax.config import TargetConfig
 from peagle_jax.layers.attention import cached_attention
-from peagle_jax.layers.block import EXPERT_FIELDS, Attend, BlockParams, run_block
+from peagle_jax.layers.block import Attend, BlockParams, run_block
 from peagle_jax.layers.linear import product, table_rows
 from peagle_jax.layers.moe import LayerOf
 from peagle_jax.layers.norm import rms_norm
 from peagle_jax.layers.rope import rope_tables
-from peagle_jax.parallel.rules import gathered
+from peagle_jax.parallel.rules import gathered, joined
 
 AttendFor = Callable[..., Attend]
 """(a layer's window, its sinks, its keys and values in the cache if there is one) -> its attention."""
@@ -100,14 +100,6 @@ def check_taps(cfg: TargetConfig, taps: tuple[int, ...]) -> None:
         )
 
 
-def _apart(stack: BlockParams, cfg: TargetConfig) -> tuple[BlockParams, dict[str, Any]]:
-    """A stack without the weights of its experts, and those: a scan must not cut them out layer by layer."""
-    if cfg.block.moe is None:
-        return stack, {}
-    experts = {name: getattr(stack, name) for name in EXPERT_FIELDS}
-    return stack.replace(**dict.fromkeys(experts)), experts
-
-
 def _run_layers(
     params: TargetParams,
     cfg: TargetConfig,
@@ -122,19 +114,19 @@ def _run_layers(
         boundaries, rows = {0: h}, []
         for i, layer in enumerate(cast(tuple[BlockParams, ...], params.layers)):
             own = () if cache is None else (cache[0][i], cache[1][i])
-            h, kv = run_block(
-                gathered(layer), cfg.block, h, tables, attend_for(windows[i], layer.sinks, *own)
-            )
+            attend = attend_for(windows[i], layer.sinks, *own)
+            whole = gathered(layer.replace(experts=None)).replace(experts=layer.experts)
+            h, kv = run_block(whole, cfg.block, h, tables, attend)
             boundaries[i + 1] = h
             rows.append(kv)
         features = jnp.concatenate([boundaries[t] for t in taps], -1) if taps else h[..., :0]
-        return TargetOutput(h, features, tuple(k for k, _ in rows), tuple(v for _, v in rows))
+        return TargetOutput(h, joined(features), tuple(k for k, _ in rows), tuple(v for _, v in rows))
 
     wanted = jnp.array(taps, jnp.int32).reshape(-1, *(1,) * h.ndim)
     collected = jnp.where(wanted == 0, h, jnp.zeros((len(taps), *h.shape), h.dtype))
     stacks = stacks_of(params)
     cycle = len(stacks)
-    scanned, experts = zip(*(_apart(stack, cfg) for stack in stacks), strict=True)
+    scanned = tuple(stack.replace(experts=None) for stack in stacks)
     caches = ((),) * cycle
     if cache is not None:
         caches = tuple(zip(*cache, strict=True)) if isinstance(cache[0], tuple) else (cache,)
@@ -144,8 +136,9 @@ def _run_layers(
         index, layers, caches = xs
         rows = []
         for j, (layer, own) in enumerate(zip(layers, caches, strict=True)):
-            layer = gathered(layer)
-            layer = layer.replace(**{name: LayerOf(w, index) for name, w in experts[j].items()})
+            layer, experts = gathered(layer), stacks[j].experts
+            if experts is not None:
+                layer = layer.replace(experts=LayerOf(experts, index))
             h, kv = run_block(layer, cfg.block, h, tables, attend_for(windows[j], layer.sinks, *own))
             collected = jnp.where(wanted == index * cycle + j + 1, h, collected)
             rows.append(kv)
@@ -155,7 +148,7 @@ def _run_layers(
     (h, collected), rows = jax.lax.scan(step, (h, collected), (steps, scanned, caches))
     features = jnp.concatenate(list(collected), -1) if taps else h[..., :0]
     k, v = zip(*rows, strict=True)
-    return TargetOutput(h, features, *((k, v) if isinstance(params.layers, tuple) else (k[0], v[0])))
+    return TargetOutput(h, joined(features), *((k, v) if isinstance(params.layers, tuple) else (k[0], v[0])))
 
 
 def forward(

@@ -17,6 +17,9 @@ from jaxtyping import Array, Float, Int
 
 from peagle_jax.layers.attention import BLOCK, narrowed
 
+AXES = (None, "kv_heads", None, None)
+"""Names of a layer's axes for ``parallel.rules``."""
+
 
 @struct.dataclass
 class KVCache:

@@ -94,7 +94,7 @@ def test_a_packed_checkpoint_gives_transformers_logits(tmp_path):
     config["quantization_config"] = {"quant_method": "mxfp4"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     ours = load_target(str(tmp_path))
-    assert isinstance(ours.params.layers[0].w_up, Mxfp4)
+    assert isinstance(ours.params.layers[0].experts.up, Mxfp4)
     found, _ = run_ours(ours, TOKENS, [45])
     assert_same_where_real(plain, logits, 1e-4)
     assert_same_where_real(found, logits, 1e-4)

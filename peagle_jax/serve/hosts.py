@@ -50,7 +50,7 @@ class Leader:
             self._client.key_value_delete(f"{_ROOT}dispatch/{number - _KEPT}")
 
     def find_lost(self) -> None:
-        """To be called when a program has failed: waits until a process that is gone would have been missed."""
+        """After a program has failed: waits until a process that is gone would have been missed."""
         time.sleep(LOST + 2 * BEAT)
 
     def stop(self, within: float = 10.0) -> None:

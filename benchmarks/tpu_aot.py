@@ -13,6 +13,7 @@ all others, the stored keys and values, the head. Nothing runs, so no time is me
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 import time
 from pathlib import Path
@@ -20,14 +21,13 @@ from typing import Any
 
 import hlo_text
 import jax
-import jax.numpy as jnp
 from hlo_bytes import Program
 from jax.experimental import topologies
 from machine import describe_machine, save, tell
 from partition import memory_of
+from real_sizes import DTYPE, MEMORY, TARGETS, Load, head_of, head_weights, shape, target_weights
 from rich.console import Console
 from rich.table import Table
-from tpu_targets import DTYPE, MEMORY, TARGETS, head_of, head_weights, shape, target_weights
 
 from peagle_jax.arguments import CommandError, run_command
 from peagle_jax.config import SpecConfig, TargetConfig
@@ -42,7 +42,7 @@ from peagle_jax.speculative.sizes import PREFILL_CHUNK, backlog_of, rings_of, sc
 from peagle_jax.speculative.state import Turn, empty_state
 
 CONSOLE = Console(stderr=True)
-K, SEQUENCES, POSITIONS = 7, 8, 4096
+LOAD = Load(k=7, sequences=8, positions=4096)
 
 
 def spread_shapes(cfg: Any, params: Any, tensor: int) -> Any:
@@ -54,14 +54,6 @@ def placed(tree: Any, where: Any) -> Any:
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, where)
 
 
-def bytes_on_a_chip(tree: Any) -> int:
-    """Of arrays with shardings."""
-    return sum(
-        x.dtype.itemsize * int(jnp.prod(jnp.array(x.sharding.shard_shape(x.shape), jnp.float32)))
-        for x in jax.tree.leaves(tree)
-    )
-
-
 def compile_round(target: TargetConfig, topology: str) -> dict[str, Any]:
     """The round's program, and what its analysis says of a chip."""
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
@@ -71,16 +63,16 @@ def compile_round(target: TargetConfig, topology: str) -> dict[str, Any]:
     params = tuple(spread_shapes(c, p, tensor) for c, p in zip((target, head), params, strict=True))
     params = tuple(placed(p, weight_shardings(p, placement.mesh)) for p in params)
     target, head = spread(target, tensor), spread(head, tensor)
-    spec = SpecConfig(K, "peagle")
+    spec = SpecConfig(LOAD.k, "peagle")
 
     def create() -> Any:
         state = empty_state(
             target,
             head,
-            slots=SEQUENCES,
-            positions=POSITIONS + scratch_of(PREFILL_CHUNK, spec),
+            slots=LOAD.sequences,
+            positions=LOAD.positions + scratch_of(PREFILL_CHUNK, spec),
             backlog=backlog_of(spec),
-            settings=settings_of(Request([0]), POSITIONS, target.vocab_size),
+            settings=settings_of(Request([0]), LOAD.positions, target.vocab_size),
             dtype=DTYPE,
             stacked=True,
             rings=rings_of(target, PREFILL_CHUNK, spec),
@@ -90,18 +82,18 @@ def compile_round(target: TargetConfig, topology: str) -> dict[str, Any]:
     state = jax.eval_shape(create)
     shardings = placement.state(state)
     state = placed(state, shardings)
-    turn = jax.tree.map(lambda x: shape(1, SEQUENCES, dtype=bool), Turn(0, 0))  # pyright: ignore
+    turn = jax.tree.map(lambda x: shape(1, LOAD.sequences, dtype=bool), Turn(0, 0))  # pyright: ignore
 
     def run_rounds(params: Any, state: Any, turn: Any) -> Any:
-        models = Models(target, head, K)
-        return steps.run_rounds(params, state, turn, models=models, width=SEQUENCES, k=K, rounds=1)
+        models = Models(target, head, LOAD.k)
+        return steps.run_rounds(params, state, turn, models=models, width=LOAD.sequences, k=LOAD.k, rounds=1)
 
     began = time.perf_counter()
     compiled = placement.program(run_rounds, shardings, True).lower(params, state, turn).compile()
     seconds = time.perf_counter() - began
     memory = memory_of(compiled)
     program = Program(hlo_text.latest(), lambda scope: turns(scope, target, tensor))
-    must = must_move(target, params, state)
+    must = LOAD.must_move(target, params, (state.target_cache, state.drafter_cache))
     moved = program.bytes_moved
     held = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     held += memory.output_size_in_bytes - memory.alias_size_in_bytes
@@ -123,37 +115,15 @@ def compile_round(target: TargetConfig, topology: str) -> dict[str, Any]:
     }
 
 
-def touched(target: TargetConfig) -> float:
-    """Share of the experts that a round's tokens are expected to go to."""
-    moe = target.block.moe
-    return 1.0 if moe is None else 1 - (1 - moe.top_k / moe.num_experts) ** (SEQUENCES * (K + 1))
-
-
 def turns(scope: str, target: TargetConfig, tensor: int) -> float:
     """How often a loop runs whose count only the data knows."""
     if "/experts/" in scope and target.block.moe is not None:
-        return touched(target) * target.block.moe.num_experts / tensor
+        return LOAD.touched(target) * target.block.moe.num_experts / tensor
     if "/cache/" in scope:
-        return POSITIONS / BLOCK
+        return LOAD.positions / BLOCK
     if "/cond/" in scope:  # of requests with rules: not in the cheapest branch
         return 1
     raise CommandError(f"a loop of unknown count in {scope}; name it in turns()")
-
-
-def must_move(target: TargetConfig, params: tuple, state: Any) -> dict[str, float]:
-    """Bytes of a chip that no program can leave out, by what they are."""
-    weights, head = (p.replace(embed=None) for p in params)
-    experts = [
-        s.experts for s in (weights.layers if isinstance(weights.layers, tuple) else (weights.layers,))
-    ]
-    of_experts = bytes_on_a_chip([e for e in experts if e is not None])
-    caches = (state.target_cache, state.drafter_cache)
-    return {
-        "target": bytes_on_a_chip(weights) - of_experts,
-        "experts": touched(target) * of_experts,
-        "head": bytes_on_a_chip(head),
-        "keys and values": bytes_on_a_chip(caches),
-    }
 
 
 def show(report: dict[str, Any]) -> None:
@@ -197,7 +167,7 @@ def main() -> int:
     args = parser.parse_args()
 
     report: dict[str, Any] = {**describe_machine(("jax", "jaxlib", "libtpu"))}
-    report |= {"K": K, "sequences": SEQUENCES, "positions": POSITIONS, "dtype": DTYPE.name, "rounds": []}
+    report |= {"load": dataclasses.asdict(LOAD), "dtype": DTYPE.name, "rounds": []}
     for name in [args.target] if args.target else TARGETS:
         target, topologies_ = TARGETS[name]
         for topology in [args.topology] if args.topology else topologies_:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from peagle_jax.layers.moe import Experts
 from peagle_jax.layers.mxfp4 import Mxfp4
 from peagle_jax.models import registry
 from peagle_jax.models.family import COMMON_FIELDS
-from peagle_jax.models.stack import TargetParams
+from peagle_jax.models.stack import TargetParams, stacks_of
 
 DTYPE = jnp.dtype(jnp.bfloat16)
 MEMORY = {"v5e": 16, "v6e": 32, "v5p": 95, "v4": 32}  # GB a chip, as Google states it
@@ -48,13 +49,13 @@ TARGETS: dict[str, tuple[TargetConfig, tuple[str, ...]]] = {
 HEAD_WIDTHS = {"gpt_oss": 14336, "qwen3_moe": 12288}
 
 
-def head_of(target: TargetConfig) -> DrafterConfig:
+def head_of(target: TargetConfig, taps: tuple[int, ...] | None = None) -> DrafterConfig:
     """A P-EAGLE head of four layers, as released ones are (p-eagle-spec 1.5)."""
     block = target.block
     width = HEAD_WIDTHS.get(target.family, block.intermediate_size)
     block = dataclasses.replace(block, intermediate_size=width, moe=None, swiglu_limit=None, rope=LLAMA3)
     vocabulary = (target.vocab_size, target.vocab_size, target.hidden_size)
-    taps = default_taps(target.num_layers)
+    taps = taps or default_taps(target.num_layers)
     return DrafterConfig("peagle", block, 4, *vocabulary, taps, target.max_position, 8, vocabulary[0] - 1)
 
 
@@ -94,3 +95,35 @@ def head_weights(cfg: DrafterConfig) -> DrafterParams:
     layers = (layer(2 * d), *(layer(d) for _ in range(cfg.num_layers - 1)))
     vectors = {"hidden_norm": shape(d), "final_norm": shape(d), "mask_hidden": shape(cfg.feature_size)}
     return DrafterParams(embed=table, fc=shape(d, cfg.feature_size), layers=layers, lm_head=table, **vectors)
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """A round's: K drafts for so many sequences of so many stored positions."""
+
+    k: int
+    sequences: int
+    positions: int
+
+    def touched(self, target: TargetConfig) -> float:
+        """Share of the experts that the round's tokens are expected to go to, if all are as likely."""
+        moe = target.block.moe
+        return (
+            1.0 if moe is None else 1 - (1 - moe.top_k / moe.num_experts) ** (self.sequences * (self.k + 1))
+        )
+
+    def must_move(self, target: TargetConfig, params: tuple, caches: tuple) -> dict[str, float]:
+        """Bytes of a device that no program can leave out, by what they are. The arrays (or shapes with
+        shardings) are the target's, the head's (or None), and those of both caches."""
+        weights, head = (None if p is None else p.replace(embed=None) for p in params)
+        experts = bytes_on_a_device([stack.experts for stack in stacks_of(weights)])
+        return {
+            "target": bytes_on_a_device(weights) - experts,
+            "experts": self.touched(target) * experts,
+            "head": bytes_on_a_device(head),
+            "keys and values": bytes_on_a_device(caches),
+        }
+
+
+def bytes_on_a_device(tree: Any) -> int:
+    return sum(x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(tree))

@@ -18,7 +18,8 @@ from typing import Any, NoReturn
 import jax
 
 from peagle_jax.processes import coordination_client
-from peagle_jax.speculative.dispatch import Dispatch
+from peagle_jax.serve.wire import pack, unpack
+from peagle_jax.speculative.programs import Dispatch
 
 BEAT = 1.0
 """Seconds between a process's signs of life."""
@@ -45,7 +46,7 @@ class Leader:
     def announce(self, dispatch: Dispatch) -> None:
         """Tells the others what this process is about to run."""
         number = next(self._numbers)
-        self._client.key_value_set_bytes(f"{_ROOT}dispatch/{number}", dispatch.pack())
+        self._client.key_value_set_bytes(f"{_ROOT}dispatch/{number}", pack(dispatch))
         if number >= _KEPT:
             self._client.key_value_delete(f"{_ROOT}dispatch/{number - _KEPT}")
 
@@ -141,7 +142,7 @@ class Follower:
         while True:
             try:
                 key = f"{_ROOT}dispatch/{number}"
-                return Dispatch.unpack(self._client.blocking_key_value_get_bytes(key, 10_000))
+                return unpack(self._client.blocking_key_value_get_bytes(key, 10_000))
             except RuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     return None

@@ -13,9 +13,8 @@ from peagle_jax.config import ConfigError, DrafterConfig, SpecConfig, TargetConf
 from peagle_jax.drafter.head import DrafterParams
 from peagle_jax.models.stack import TargetParams, check_taps
 from peagle_jax.speculative.cache import storage_dtype
-from peagle_jax.speculative.dispatch import Dispatch
 from peagle_jax.speculative.placement import Placement
-from peagle_jax.speculative.programs import Programs, Progress
+from peagle_jax.speculative.programs import Dispatch, Programs, Progress
 from peagle_jax.speculative.request import (
     Flight,
     PromptChunk,

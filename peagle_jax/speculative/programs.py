@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from peagle_jax.speculative import round as steps
-from peagle_jax.speculative.dispatch import Dispatch
 from peagle_jax.speculative.placement import Placement
 from peagle_jax.speculative.round import Models
 from peagle_jax.speculative.rules import all_allowed
@@ -31,6 +30,15 @@ IDLE_ROUNDS = 3
 
 Progress = Callable[[str, int, int], None]
 """Told of a program that compiles: what it is, its number, and how many there are."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Dispatch:
+    """A step by its name, its NumPy inputs and its static sizes: what another process needs to repeat it."""
+
+    step: str
+    inputs: Any = None
+    sizes: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 class Programs:

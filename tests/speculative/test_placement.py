@@ -20,7 +20,7 @@ from peagle_jax.config import ConfigError
 from peagle_jax.speculative import round as steps
 from peagle_jax.speculative.placement import Placement
 from peagle_jax.speculative.results import local_rows
-from tests.speculative.mesh_run import CONFIG, DRAFTED, HEAD_BLOCK, VOCAB, K, config_of, decoder
+from tests.speculative.mesh_run import CONFIG, DRAFTED, HEAD_BLOCK, VOCAB, K, config_of, decoder, said
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -108,6 +108,20 @@ def test_the_head_is_split_as_the_target_or_not_at_all():
         Placement.on(devices, 2, "pmap")
     assert Placement.on(devices).backend == "pmap"
     assert Placement.on(devices, 2).backend == "shard_map"
+
+
+def test_nothing_compiles_after_warm_up(split):
+    split.warm_up()
+    before, compiled = split.compilations, []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None
+    )
+    try:
+        answers = said(split)
+    finally:
+        jax.monitoring.clear_event_listeners()
+    assert [len(answer["tokens"]) for answer in answers] == [12 + i for i in range(8)]
+    assert (split.compilations - before, compiled) == (0, [])
 
 
 KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"

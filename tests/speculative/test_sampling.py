@@ -54,6 +54,31 @@ def test_tokens_follow_the_filtered_law(params):
     assert found[law == 0].sum() == 0
 
 
+def test_the_filters_keep_what_a_sort_of_the_row_would():
+    rng = np.random.default_rng(5)
+    rows = (rng.normal(size=(6, 1, 700)) * 3).astype(np.float32)
+    rows[1] = np.round(rows[1])  # many ties, and zeros of both signs
+    rows[2, 0, 300:] = -1e30  # what rules have cut
+    params = [
+        SamplingParams(temperature=1.0, top_k=9),
+        SamplingParams(temperature=1.0, top_k=40),
+        SamplingParams(temperature=1.0, top_k=500, top_p=0.97),
+        SamplingParams(temperature=1.0, top_p=0.6),
+        SamplingParams(temperature=1.0, top_p=1e-6),
+        SamplingParams(temperature=1.0),
+    ]
+    kept = np.asarray(jax.jit(filter_logits)(jnp.array(rows), sampling_state(params))) > -1e29
+    for row, found, p in zip(rows[:, 0], kept[:, 0], params):
+        ranked = np.sort(row)[::-1]
+        weights = np.exp(ranked.astype(np.float64) - ranked[0])
+        weights[p.top_k or len(row) :] = 0
+        last = min(p.top_k or len(row), len(row)) - 1
+        before = (np.cumsum(weights) - weights) / weights.sum()
+        if p.top_p < 1:
+            last = min(last, np.flatnonzero(before < p.top_p)[-1])
+        np.testing.assert_array_equal(found, (row >= ranked[last]) & (row > -1e29))
+
+
 def test_seeds_give_different_noise_and_positions_are_independent():
     states = sampling_state([SamplingParams(temperature=1.0, seed=s) for s in (1, 2, 2**33 + 1, -1)])
     positions = jnp.broadcast_to(jnp.arange(200), (4, 200))

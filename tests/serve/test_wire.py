@@ -3,7 +3,8 @@
 import jax
 import numpy as np
 
-from peagle_jax.speculative.dispatch import Dispatch
+from peagle_jax.serve.wire import pack, unpack
+from peagle_jax.speculative.programs import Dispatch
 from peagle_jax.speculative.request import Request, settings_of
 from peagle_jax.speculative.sampling import SamplingParams
 from peagle_jax.speculative.state import Chunk, Copy, Turn
@@ -21,8 +22,8 @@ def test_steps_inputs_and_sizes_come_back():
     copy = Copy(tokens[0], tokens[1], tokens[0])
     for inputs in (chunk, turn, (turn, tokens, tokens.astype(np.uint32)), copy, tokens[0], None):
         sent = Dispatch("run_rounds", inputs, {"width": 2, "k": 3})
-        data = sent.pack()
-        found = Dispatch.unpack(data)
+        data = pack(sent)
+        found = unpack(data)
         assert (found.step, found.sizes) == (sent.step, sent.sizes)
         assert len(data) < 6000  # a request's counts of 100,000 tokens are zeros
         assert jax.tree.structure(found.inputs) == jax.tree.structure(inputs)
@@ -32,5 +33,5 @@ def test_steps_inputs_and_sizes_come_back():
 
 
 def test_a_dispatch_without_inputs_is_its_name_and_sizes():
-    found = Dispatch.unpack(Dispatch("start_over", None, {"slots": 2, "positions": 9}).pack())
-    assert found == Dispatch("start_over", None, {"slots": 2, "positions": 9})
+    sent = Dispatch("start_over", None, {"slots": 2, "positions": 9})
+    assert unpack(pack(sent)) == sent

@@ -6,6 +6,7 @@ differently is tried on the same prompts, with the decoder that serves.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -164,14 +165,12 @@ def alternatives(
             "the target's embedding", fix, cfg, params.replace(embed=shared.astype(params.embed.dtype))
         )
     for name, taps in _other_taps(cfg, target):
-        fix = f"--taps {','.join(map(str, taps))}"
-        if name:
-            yield Alternative(
-                f"taps {', '.join(map(str, taps))} ({name})",
-                fix,
-                dataclasses.replace(cfg, taps=taps),
-                params,
-            )
+        yield Alternative(
+            f"taps {', '.join(map(str, taps))} ({name})",
+            f"--taps {','.join(map(str, taps))}",
+            dataclasses.replace(cfg, taps=taps),
+            params,
+        )
     flipped = not cfg.norm_before_residual
     yield Alternative(
         f"norm_before_residual {str(flipped).lower()}",
@@ -196,10 +195,8 @@ def _other_taps(cfg: DrafterConfig, target: TargetConfig) -> list[tuple[str, tup
         tuple(tap - 1 for tap in cfg.taps): "layer ids that mean boundaries",
     }
     if len(cfg.taps) == 3:
-        try:
+        with contextlib.suppress(ConfigError):  # a target too shallow for it
             found.setdefault(default_taps(target.num_layers), f"the default, {AUX_KEY} being left out")
-        except ConfigError:  # a target too shallow for it
-            pass
     inside = {t: name for t, name in found.items() if min(t) >= 0 and max(t) <= target.num_layers}
     return [(name, taps) for taps, name in inside.items() if taps != cfg.taps]
 

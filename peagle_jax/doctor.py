@@ -45,9 +45,10 @@ PROMPTS = (
 )
 
 _EPILOG = """\
-It decodes the prompts greedily with the head as it is, and if too few drafts are accepted once more with each
-other reading of it: taps shifted by one, the default taps, another RoPE, d2t as target ids, and so on, until one
-explains it. Exit status 0: healthy; 1: ill. Figures of so few tokens are rough; `generate` and `serve` tell more.
+It decodes the prompts greedily with the head as it is and, if too few drafts are accepted, once more with
+each other reading of it (taps shifted by one, the default taps, another RoPE, d2t as target ids, and so on)
+until one explains it. Exit status 0: healthy; 1: ill. Figures of so few tokens are rough: a head that loses a
+tenth of its acceptance shows with --all and more prompts only.
 
 examples:
   python -m peagle_jax.doctor
@@ -181,7 +182,8 @@ def examine(
     best = base
     for other in alternatives(cfg, params, target.config, target.params, absolute):
         done = trial(other.name, other.config, other.params, other.fix)
-        assert done.found is not None and best.found is not None
+        assert done.found is not None
+        assert best.found is not None
         if not clearly_better(done.found, base.found):
             continue
         if best is base or done.found.mean_acceptance_length > best.found.mean_acceptance_length:

@@ -185,6 +185,7 @@ def _tell_tensors(
         parts = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in sizes.most_common())
         rows.add("dtypes", parts)
     if shapes is not None:
+        reader.reader.taken |= {reader.spelled(name) for name in shapes}  # misshaped ones were told
         rows.attempt(reader.finish)
 
 

@@ -10,7 +10,6 @@ import pytest
 from peagle_jax.checkpoint.errors import CheckpointError
 from peagle_jax.checkpoint.layouts import in_layout, write_head
 from peagle_jax.checkpoint.stored_head import StoredHead, read_stored_head
-from tests.checkpoint.files import MISSING
 from tests.checkpoint.heads import SAME_WIDTH, saved_head
 from tests.tiny import TARGET
 
@@ -119,38 +118,3 @@ def test_what_speculators_says_beside_the_head_comes_back(tmp_path):
     assert (back.verifier, back.speculative_tokens, back.metadata) == (verifier, 4, {"trained_on": "a set"})
     write_head(tmp_path / "o", read_stored_head(tmp_path / "s"), "orbax")
     assert read_stored_head(tmp_path / "o").about == back
-
-
-@pytest.mark.parametrize("shape", [(36,), (1, 36), (1, 1, 36)])
-def test_mask_hidden_is_written_with_three_axes(tmp_path, shape):
-    def change(config, tensors):
-        tensors["mask_hidden"] = tensors["mask_hidden"].reshape(shape)
-
-    saved = saved_head(tmp_path / "h").edit(change)
-    stored = read_stored_head(saved.folder)
-    assert in_layout(stored, "vllm")[1]["mask_hidden"].shape == (1, 1, 36)
-
-
-@pytest.mark.parametrize(
-    ("keys", "width"),
-    [
-        ({"target_hidden_size": 12}, 12),
-        ({"target_hidden_size": MISSING}, 12),
-        ({"target_hidden_size": MISSING, "eagle_aux_hidden_state_layer_ids": [0, 2, 3, 4, 5, 6]}, 6),
-        ({"target_hidden_size": MISSING, "num_aux_hidden_states": 2}, 18),
-    ],
-    ids=range(4),
-)
-def test_the_targets_width_is_stated_or_follows_from_the_taps(tmp_path, keys, width):
-    absent = {"peagle_jax": MISSING, "eagle_config": MISSING}
-    ids = {"eagle_aux_hidden_state_layer_ids": [0, 2, 4] if width == 12 else [0, 3]}
-    saved = saved_head(tmp_path / "h").edit(**absent | ids | keys)
-    assert read_stored_head(saved.folder).outline.target_hidden_size == width
-
-
-def test_a_width_that_nothing_tells_asks_for_the_target(tmp_path):
-    absent = ("peagle_jax", "eagle_config", "eagle_aux_hidden_state_layer_ids", "target_hidden_size")
-    saved = saved_head(tmp_path / "h").edit(**dict.fromkeys(absent, MISSING))
-    with pytest.raises(CheckpointError, match=r"no multiple of the head's width 10; name the target"):
-        read_stored_head(saved.folder)
-    assert read_stored_head(saved.folder, DEEP).outline.tap_count == 3

@@ -167,7 +167,8 @@ def examine(
     base = trial("as its files say", cfg, params)
     assert base.found is not None
     report.illness = illness(base.found)
-    if report.illness and lost_mask(params):
+    if lost_mask(params):
+        report.illness = report.illness or "its mask slots were never trained"
         report.cause, report.fix = _LOST_MASK, _LOST_MASK_FIX
     if not try_all and (report.illness is None or report.cause):
         return report

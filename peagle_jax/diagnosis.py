@@ -202,12 +202,15 @@ def _other_taps(cfg: DrafterConfig, target: TargetConfig) -> list[tuple[str, tup
 
 
 def _other_ropes(own: RopeConfig, target: RopeConfig) -> list[tuple[str, RopeConfig]]:
-    found = {
-        target: "as the target's",
-        RopeConfig(theta=own.theta): "without scaling",
-        RopeConfig(theta=target.theta): "with the target's theta, without scaling",
-        RopeConfig(): "as trainers that ignore rope_theta have it",
-    }
+    readings = (
+        ("as the target's", target),
+        ("without scaling", RopeConfig(theta=own.theta)),
+        ("with the target's theta, without scaling", RopeConfig(theta=target.theta)),
+        ("as trainers that ignore rope_theta have it", RopeConfig()),
+    )
+    found: dict[RopeConfig, str] = {}
+    for name, rope in readings:
+        found.setdefault(rope, name)
     return [(name, rope) for rope, name in found.items() if rope != own]
 
 

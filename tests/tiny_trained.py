@@ -24,7 +24,7 @@ from peagle_jax.train.partition import Batch, peagle_loss
 from tests.tiny import TARGET, VOCAB, head_config, head_params, target_params
 from tests.train.tiny_run import tokenizer
 
-LAYERS, DEPTHS, PROMPT, LENGTH, STEPS = 3, 3, 4, 20, 300
+LAYERS, DEPTHS, PROMPT, LENGTH, STEPS = 3, 3, 4, 20, 250
 CONFIG = dataclasses.replace(TARGET, num_layers=LAYERS, eos_token_ids=())
 
 
@@ -63,7 +63,7 @@ def train() -> tuple[DrafterConfig, DrafterParams]:
         return out.features, stack.final_hidden(PARAMS, CONFIG, out.hidden), best
 
     following = np.asarray(prepare(jnp.arange(VOCAB)[:, None])[2])[:, 0]
-    rows = np.random.default_rng(3).integers(0, VOCAB, (2 * VOCAB, LENGTH))
+    rows = np.random.default_rng(3).integers(0, VOCAB, (VOCAB, LENGTH))
     for i in range(PROMPT, LENGTH):
         rows[:, i] = following[rows[:, i - 1]]
     ids, tokens = np.unique(following), jnp.asarray(rows, jnp.int32)

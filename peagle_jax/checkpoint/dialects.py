@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -36,6 +36,7 @@ from peagle_jax.models.family import LAYER_NAMES
 log = logging.getLogger(__name__)
 
 Convention = Literal["auto", "boundary", "output"]
+MapKind = Literal["offsets", "absolute"]
 
 OWN_SECTION = "peagle_jax"
 """Our own keys in config.json: ``taps`` (always boundaries), ``format_version`` and free metadata."""
@@ -113,22 +114,82 @@ class HeadFacts:
     by_speculators: bool
 
 
-def read_facts(config: Config, place: str) -> HeadFacts:
+Attempt = Callable[[Callable[[], Any], Any], Any]
+"""(call, default) -> what the call returns. Where it raises, so does this one, or it keeps the error."""
+
+
+def strictly(call: Callable[[], Any], default: Any) -> Any:
+    """The first fault is an error."""
+    return call()
+
+
+def read_facts(config: Config, place: str, attempt: Attempt = strictly) -> HeadFacts:
     """The facts of any layout's config.
 
     Raises:
         CheckpointError: two keys disagree, or an option is not supported.
     """
-    inner = section(config, _NESTED_BLOCK, place)
+    inner = attempt(lambda: section(config, _NESTED_BLOCK, place), {})
     nested, block = bool(inner), inner or config
-    names = texts(config, "architectures", place)
-    block_type = text(block, "model_type", place) or "llama"
-    _check_block_type(names, block_type, nested, place)
+    names = attempt(lambda: texts(config, "architectures", place), ())
+    block_type = attempt(lambda: text(block, "model_type", place), None) or "llama"
+    kind = attempt(lambda: speculator_kind(config, place), None)
+    attempt(lambda: _check_block_type(names, block_type, nested, place), None)
     for key in ("fc_norm", "norm_output"):
-        if boolean(config, key, place):
-            raise CheckpointError(
-                f"{place}: {key} is set (EAGLE-3.1); only heads without it are supported, see norm_before_fc"
-            )
+        attempt(lambda key=key: _check_absent(config, key, place), None)
+    attempt(lambda: _check_options(config, kind, place), None)
+    attempt(lambda: check_full_attention(block, integer(block, "num_hidden_layers", place), place), None)
+
+    def claims_parallel() -> bool:
+        named = any("peagle" in name.lower() for name in names)
+        return boolean(config, "parallel_drafting", place) or kind == "peagle" or named
+
+    def mask_token_id() -> int | None:
+        keys = (*MASK_TOKEN_KEYS, "dflash_config.mask_token_id")
+        found = {key: optional_integer(config, key, place) for key in keys}
+        return agreed(found, "the mask token id", place)
+
+    def vocab_size() -> int | None:
+        keys = ("vocab_size", f"{_NESTED_BLOCK}.vocab_size")
+        return agreed({key: _count(config, key, place) for key in keys}, "vocab_size", place)
+
+    return HeadFacts(
+        block=block,
+        claims_parallel=attempt(claims_parallel, False),
+        mask_token_id=attempt(mask_token_id, None),
+        aux_ids=attempt(lambda: _anywhere(_layer_ids, config, AUX_KEY, place), None),
+        own_taps=attempt(lambda: _layer_ids(config, f"{OWN_SECTION}.taps", place), None),
+        aux_count=attempt(lambda: _anywhere(_aux_count, config, "num_aux_hidden_states", place), None),
+        target_hidden_size=attempt(lambda: _count(config, "target_hidden_size", place), None),
+        vocab_size=attempt(vocab_size, None),
+        draft_vocab_size=attempt(lambda: _count(config, "draft_vocab_size", place), None),
+        num_depths=attempt(lambda: _num_depths(config, place), None),
+        # vLLM's adapter takes an EAGLE-3 speculators config without the key as true, any other as false.
+        norm_before_residual=attempt(
+            lambda: boolean(config, "norm_before_residual", place, nested and kind != "peagle"), False
+        ),
+        norm_before_fc=attempt(lambda: boolean(config, "norm_before_fc", place), False),
+        # speculators picks the block by its model_type, vLLM by the architecture.
+        needs_qk_norm=block_type == "qwen3" if nested else any("Qwen3" in name for name in names),
+        by_speculators=nested or kind is not None,
+    )
+
+
+def speculator_kind(config: Config, place: str) -> str | None:
+    """The algorithm that a speculators config names, None for other layouts."""
+    return text(config, "speculators_model_type", place) or text(
+        config, "speculators_config.algorithm", place
+    )
+
+
+def _check_absent(config: Config, key: str, place: str) -> None:
+    if boolean(config, key, place):
+        raise CheckpointError(
+            f"{place}: {key} is set (EAGLE-3.1); only heads without it are supported, see norm_before_fc"
+        )
+
+
+def _check_options(config: Config, kind: str | None, place: str) -> None:
     if _anywhere(optional_boolean, config, "use_aux_hidden_state", place) is False:
         raise CheckpointError(
             f"{place}: use_aux_hidden_state is false, a head without fc; expected a head that fuses taps"
@@ -136,40 +197,8 @@ def read_facts(config: Config, place: str) -> HeadFacts:
     scale = number(config, "logit_scale", place, 1.0)
     if scale != 1:
         raise CheckpointError(f"{place}: logit_scale is {scale}; expected 1 or none")
-    kind = text(config, "speculators_model_type", place) or text(
-        config, "speculators_config.algorithm", place
-    )
     if kind not in (None, "eagle3", "peagle"):
         raise CheckpointError(f"{place} is a {kind!r} speculator; expected eagle3 or peagle")
-    check_full_attention(block, integer(block, "num_hidden_layers", place), place)
-    vocab_keys = ("vocab_size", f"{_NESTED_BLOCK}.vocab_size")
-    return HeadFacts(
-        block=block,
-        claims_parallel=boolean(config, "parallel_drafting", place)
-        or kind == "peagle"
-        or any("peagle" in name.lower() for name in names),
-        mask_token_id=agreed(
-            {
-                key: optional_integer(config, key, place)
-                for key in (*MASK_TOKEN_KEYS, "dflash_config.mask_token_id")
-            },
-            "the mask token id",
-            place,
-        ),
-        aux_ids=_anywhere(_layer_ids, config, AUX_KEY, place),
-        own_taps=_layer_ids(config, f"{OWN_SECTION}.taps", place),
-        aux_count=_anywhere(_aux_count, config, "num_aux_hidden_states", place),
-        target_hidden_size=_count(config, "target_hidden_size", place),
-        vocab_size=agreed({key: _count(config, key, place) for key in vocab_keys}, "vocab_size", place),
-        draft_vocab_size=_count(config, "draft_vocab_size", place),
-        num_depths=_num_depths(config, place),
-        # vLLM's adapter takes an EAGLE-3 speculators config without the key as true, any other as false.
-        norm_before_residual=boolean(config, "norm_before_residual", place, nested and kind != "peagle"),
-        norm_before_fc=boolean(config, "norm_before_fc", place),
-        # speculators picks the block by its model_type, vLLM by the architecture.
-        needs_qk_norm=block_type == "qwen3" if nested else any("Qwen3" in name for name in names),
-        by_speculators=nested or kind is not None,
-    )
 
 
 def _check_block_type(names: tuple[str, ...], block_type: str, nested: bool, place: str) -> None:
@@ -213,9 +242,16 @@ def _num_depths(config: Config, place: str) -> int | None:
     return _count(config, "num_depths", place) or next((t for t in tokens if t), None)
 
 
+class Taps(NamedTuple):
+    """Tapped boundaries (None: the head names none and its target is not known), and why these."""
+
+    boundaries: tuple[int, ...] | None
+    decided: str
+
+
 def resolve_taps(
-    facts: HeadFacts, count: int, target: TargetConfig, convention: Convention, place: str
-) -> tuple[int, ...]:
+    facts: HeadFacts, count: int, target: TargetConfig | None, convention: Convention, place: str
+) -> Taps:
     """The tapped boundaries, ``count`` of them by the width of fc.
 
     Our own key holds boundaries. Other keys hold boundaries (vLLM, speculators) or zero-based
@@ -233,35 +269,55 @@ def resolve_taps(
     if facts.own_taps and facts.aux_ids:
         both = {f"{OWN_SECTION}.taps": facts.own_taps, AUX_KEY: facts.aux_ids}
         agreed({key: list(ids) for key, ids in both.items()}, "the tapped layers", place)
-    ids = facts.own_taps or facts.aux_ids
-    if ids is None:
-        if count != 3:
-            raise CheckpointError(
-                f"{place} names no tapped layers and fc.weight takes {count}; name them with the taps option"
-            )
-        try:
-            taps = default_taps(target.num_layers)
-        except ConfigError as error:
-            raise CheckpointError(f"{place} names no tapped layers, and {error}") from error
-        log.warning("%s names no tapped layers; using the default boundaries %s", place, taps)
-        return taps
-    guessed = convention == "auto" and ids[0] == 1 and not facts.by_speculators
-    as_output = convention == "output" or guessed
-    taps = ids
-    if facts.own_taps is None and as_output:
-        taps = tuple(i + 1 for i in ids)
-        log.info("%s: layer ids %s taken as outputs, boundaries %s", place, list(ids), list(taps))
-    check_tap_range(taps, count, target, place)
+    if facts.own_taps:
+        taps = Taps(facts.own_taps, f"boundaries, by {OWN_SECTION}.taps")
+    elif facts.aux_ids is None:
+        return _default(count, target, place)
+    else:
+        taps = _by_convention(facts, facts.aux_ids, convention, place)
+    check_tap_range(taps.boundaries or (), count, target, place)
     return taps
 
 
-def check_tap_range(taps: tuple[int, ...], count: int, target: TargetConfig, place: str) -> None:
-    """Raises CheckpointError unless there are ``count`` taps, all boundaries of the target."""
+def _default(count: int, target: TargetConfig | None, place: str) -> Taps:
+    if count != 3:
+        raise CheckpointError(
+            f"{place} names no tapped layers and fc.weight takes {count}; name them with the taps option"
+        )
+    if target is None:
+        return Taps(None, "not named: loaders take the default, (2, L//2, L-3) of the target's L layers")
+    try:
+        taps = default_taps(target.num_layers)
+    except ConfigError as error:
+        raise CheckpointError(f"{place} names no tapped layers, and {error}") from error
+    log.warning("%s names no tapped layers; using the default boundaries %s", place, taps)
+    return Taps(taps, "not named: the default boundaries (2, L//2, L-3)")
+
+
+def _by_convention(facts: HeadFacts, ids: tuple[int, ...], convention: Convention, place: str) -> Taps:
+    guessed = convention == "auto" and ids[0] == 1 and not facts.by_speculators
+    if convention == "output" or guessed:
+        taps = tuple(i + 1 for i in ids)
+        log.info("%s: layer ids %s taken as outputs, boundaries %s", place, list(ids), list(taps))
+        why = "the first is 1" if guessed else "by the taps-convention option"
+        return Taps(taps, f"layer ids {list(ids)} taken as outputs: {why}")
+    if facts.by_speculators:
+        why = "speculators' layout"
+    else:
+        why = "the first is not 1" if convention == "auto" else "by the taps-convention option"
+    return Taps(ids, f"layer ids taken as boundaries: {why}")
+
+
+def check_tap_range(taps: tuple[int, ...], count: int, target: TargetConfig | None, place: str) -> None:
+    """Raises CheckpointError unless there are ``count`` taps, all boundaries of the target if it is known."""
     if len(taps) != count:
         raise CheckpointError(
             f"{place}: {len(taps)} tapped layers {list(taps)}, but fc.weight is as wide as {count}"
         )
-    if not all(0 <= tap <= target.num_layers for tap in taps):
+    if target is None:
+        if min(taps) < 0:
+            raise CheckpointError(f"{place}: taps {list(taps)}; expected boundaries, 0 or more")
+    elif not all(0 <= tap <= target.num_layers for tap in taps):
         raise CheckpointError(
             f"{place}: taps {list(taps)} are not boundaries of a target of {target.num_layers} layers; "
             "is the head for another model?"
@@ -269,9 +325,15 @@ def check_tap_range(taps: tuple[int, ...], count: int, target: TargetConfig, pla
 
 
 def draft_to_target(
-    offsets: np.ndarray, in_draft: np.ndarray | None, vocab_size: int, place: str
+    offsets: np.ndarray,
+    in_draft: np.ndarray | None,
+    vocab_size: int,
+    place: str,
+    kind: MapKind = "offsets",
 ) -> np.ndarray:
     """Target ids (Vd,) int32 from ``d2t`` offsets, checked against ``t2d`` (V,) where given.
+
+    ``kind`` "absolute": it holds the target ids themselves, as the user says.
 
     Raises:
         CheckpointError: ids repeat or leave the vocabulary, t2d disagrees, or the map looks absolute.
@@ -288,12 +350,20 @@ def draft_to_target(
             return False
         return members is None or np.array_equal(np.sort(values), members)
 
+    if kind == "absolute":
+        if valid(offsets):
+            return offsets.astype(np.int32)
+        raise CheckpointError(
+            f"{place}: d2t cannot hold target ids: it leaves 0..{vocab_size - 1}, repeats one or differs "
+            "from t2d; read it as offsets"
+        )
     plain_count = count > 1 and np.array_equal(offsets, np.arange(count))
     if valid(ids) and not plain_count:
         return ids.astype(np.int32)
     if valid(offsets):
         raise CheckpointError(
-            f"{place}: d2t looks absolute (it holds target ids); expected offsets, target id minus draft id"
+            f"{place}: d2t looks absolute (it holds target ids); expected offsets, target id minus draft id; "
+            "peagle_jax.convert --d2t absolute rewrites it"
         )
     if valid(ids):
         return ids.astype(np.int32)

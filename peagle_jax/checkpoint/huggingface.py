@@ -17,9 +17,10 @@ from peagle_jax.checkpoint.config_reader import family_of, read_target_config, t
 from peagle_jax.checkpoint.errors import CheckpointError
 from peagle_jax.checkpoint.experts import EXPERTS
 from peagle_jax.checkpoint.fields import boolean
-from peagle_jax.checkpoint.folder import SafeTensors, read_json
+from peagle_jax.checkpoint.folder import read_json
 from peagle_jax.checkpoint.placing import Places
 from peagle_jax.checkpoint.tensors import Reader, hf_name, read_target
+from peagle_jax.checkpoint.weights import open_weights
 from peagle_jax.config import TargetConfig
 from peagle_jax.models.stack import TargetParams
 
@@ -46,7 +47,7 @@ def load_folder(
     raw = read_json(folder / "config.json")
     place = str(folder / "config.json")
     cfg = read_target_config(raw, read_generation(folder), place)
-    reader = Reader(SafeTensors(folder))
+    reader = Reader(open_weights(folder))
     if cfg.tie_word_embeddings and reader.has("lm_head.weight"):
         cfg = _settle_tie(cfg, reader)
     family, keys = family_of(raw, place), text_config(raw, place)

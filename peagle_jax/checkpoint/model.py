@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from peagle_jax.checkpoint import embedded, gguf
 from peagle_jax.checkpoint.errors import CheckpointError
-from peagle_jax.checkpoint.folder import local_path, resolve
+from peagle_jax.checkpoint.folder import local_path, locate_target
 from peagle_jax.checkpoint.gguf_tokenizer import build_tokenizer
 from peagle_jax.checkpoint.huggingface import load_folder, load_tokenizer, read_generation
 from peagle_jax.checkpoint.placing import Places
@@ -49,7 +49,8 @@ def load_target(
     """Loads the target named by ``ref``; None is the embedded default.
 
     Args:
-        ref: a .gguf file, a Hugging Face folder or one that holds a single .gguf, or a hub id.
+        ref: a .gguf file, a Hugging Face folder (or our Orbax form of one) or one that holds a single .gguf,
+            or a hub id.
         dtype: of every weight.
         stacked: layers on a leading axis. None: off on CPU, on elsewhere.
         revision: of a hub id.
@@ -65,17 +66,11 @@ def load_target(
     if ref is None:
         return _load_gguf(embedded.embedded_path(), embedded.NAME, dtype, stacked, tokenizer, mesh)
     ref = str(ref)
-    path = local_path(ref)
-    if path.is_file() and path.suffix == ".gguf":
-        return _load_gguf(path, path.stem, dtype, stacked, tokenizer, mesh)
-    folder = resolve(ref, revision)
-    files = sorted(folder.glob("*.gguf"))
-    if files and not (folder / "config.json").exists():
-        if len(files) > 1:
-            raise CheckpointError(f"{folder} holds {len(files)} .gguf files; name one, such as {files[0]}")
-        return _load_gguf(files[0], files[0].stem, dtype, stacked, tokenizer, mesh)
+    folder = locate_target(ref, revision)
+    if folder.suffix == ".gguf" and folder.is_file():
+        return _load_gguf(folder, folder.stem, dtype, stacked, tokenizer, mesh)
     config, params = load_folder(folder, dtype, stacked, mesh)
-    name = folder.resolve().name if path.is_dir() else ref
+    name = folder.resolve().name if local_path(ref).is_dir() else ref
     loaded = checked_tokenizer(load_tokenizer(folder if tokenizer is None else tokenizer), config)
     return LoadedTarget(config, params, loaded, name, read_generation(folder), str(folder))
 

@@ -1,13 +1,14 @@
-"""Heads as Orbax checkpoints: bit for bit, and restored by shapes that the checkpoint states itself.
+"""Named arrays as an Orbax checkpoint: bit for bit, and restored by shapes that the folder states itself.
 
-The shapes come from ``head.json``, never from saved shardings, so what many devices wrote one device
-can read. ``head.json`` is written last: a folder without it was never finished.
+The shapes come from ``orbax.json``, never from saved shardings, so what many devices wrote one device
+can read. ``orbax.json`` is written last: a folder without it was never finished. Beside the arrays
+lies the ``config.json`` that the same tensors have as safetensors, so heads and targets load alike.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,109 +18,99 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from peagle_jax.checkpoint.errors import CheckpointError
-from peagle_jax.checkpoint.folder import read_json, replace_folder
-from peagle_jax.config import BlockConfig, ConfigError, DrafterConfig, RopeConfig
-from peagle_jax.drafter.head import DrafterParams
-from peagle_jax.layers.block import BlockParams
+from peagle_jax.checkpoint.folder import read_json
+from peagle_jax.checkpoint.tensors import Shape
 
 FORMAT_VERSION = 1
-_HEADER = "head.json"
-_ARRAYS = "arrays"
+HEADER = "orbax.json"
+ARRAYS = "arrays"
+
+Placement = Callable[[str, Shape], jax.sharding.Sharding]
+"""(name, shape) -> where an array is to lie."""
 
 
-def config_to_json(cfg: DrafterConfig) -> dict[str, Any]:
-    """The config as JSON values."""
-    return dataclasses.asdict(cfg)
-
-
-def config_from_json(values: dict[str, Any]) -> DrafterConfig:
-    """Inverse of ``config_to_json``. Raises ConfigError or TypeError on foreign values."""
-    block = dict(values["block"])
-    block["rope"] = RopeConfig(**block["rope"])
-    return DrafterConfig(**{**values, "block": BlockConfig(**block), "taps": tuple(values["taps"])})
-
-
-def _flatten(params: DrafterParams, share_embed: bool) -> dict[str, jax.Array]:
-    flat = {}
-    for field in dataclasses.fields(params):
-        value = getattr(params, field.name)
-        if field.name == "layers":
-            for i, layer in enumerate(value):
-                for part in dataclasses.fields(layer):
-                    flat[f"layers.{i}.{part.name}"] = getattr(layer, part.name)
-        elif not (share_embed and field.name == "embed"):
-            flat[field.name] = value
-    return {name: value for name, value in flat.items() if value is not None}
-
-
-def _unflatten(flat: dict[str, jax.Array], num_layers: int) -> DrafterParams:
-    layers: list[dict[str, jax.Array]] = [{} for _ in range(num_layers)]
-    own = {}
-    for name, value in flat.items():
-        if name.startswith("layers."):
-            _, index, field = name.split(".")
-            layers[int(index)][field] = value
-        else:
-            own[name] = value
-    return DrafterParams(layers=tuple(BlockParams(**layer) for layer in layers), **own)
-
-
-def save(folder: str | Path, cfg: DrafterConfig, params: DrafterParams, *, share_embed: bool = False) -> None:
-    """Writes the head, all of it or nothing. ``share_embed`` leaves the embedding out.
+def save_arrays(into: Path, arrays: Mapping[str, np.ndarray | jax.Array]) -> None:
+    """Writes the arrays and then the header into a new folder (see ``replace_folder``).
 
     Raises:
-        CheckpointError: the disk refuses.
+        CheckpointError: an array has no values, which Orbax does not store.
     """
-    flat = _flatten(params, share_embed)
-    shapes = {name: [list(value.shape), np.dtype(value.dtype).name] for name, value in flat.items()}
-    header = {"format_version": FORMAT_VERSION, "config": config_to_json(cfg), "arrays": shapes}
-
-    def write(into: Path) -> None:
-        with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save((into / _ARRAYS).absolute(), flat)
-        (into / _HEADER).write_text(json.dumps(header, indent=2) + "\n")
-
-    replace_folder(Path(folder), write)
-
-
-def restore(
-    folder: str | Path,
-    *,
-    embed: jax.Array | None = None,
-    sharding: jax.sharding.Sharding | None = None,
-) -> tuple[DrafterConfig, DrafterParams]:
-    """The head as saved, every array placed by ``sharding`` (None: the first device).
-
-    Args:
-        embed: the target's table, for a head that was saved without its own.
-
-    Raises:
-        CheckpointError: not such a checkpoint, another version, or no embedding.
-    """
-    folder = Path(folder)
-    header = read_json(folder / _HEADER)
-    if header.get("format_version") != FORMAT_VERSION:
+    empty = [name for name, value in arrays.items() if value.size == 0]
+    if empty:
         raise CheckpointError(
-            f"{folder / _HEADER} has format_version {header.get('format_version')}; expected {FORMAT_VERSION}"
+            f"tensor {empty[0]} of shape {list(arrays[empty[0]].shape)} has no values; "
+            "Orbax stores none such; leave it out"
         )
-    if sharding is None:
-        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    shapes = {name: [list(value.shape), np.dtype(value.dtype).name] for name, value in arrays.items()}
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save((into / ARRAYS).absolute(), dict(arrays))
+    header = {"format_version": FORMAT_VERSION, "arrays": shapes}
+    (into / HEADER).write_text(json.dumps(header, indent=2) + "\n")
+
+
+def read_shapes(folder: Path) -> dict[str, tuple[Shape, np.dtype]]:
+    """Shape and dtype of every array, from the header alone.
+
+    Raises:
+        CheckpointError: there is no header, or it is not one of this version.
+    """
+    header = read_json(folder / HEADER)
+    version = header.get("format_version")
+    if version != FORMAT_VERSION:
+        raise CheckpointError(f"{folder / HEADER} has format_version {version}; expected {FORMAT_VERSION}")
     try:
-        cfg = config_from_json(header["config"])
-        wanted = {
-            name: jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype), sharding=sharding)
+        return {
+            name: (tuple(int(n) for n in shape), np.dtype(jnp.dtype(dtype)))
             for name, (shape, dtype) in header["arrays"].items()
         }
-    except (ConfigError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{folder / _HEADER} does not describe a head: {error}") from error
-    if "embed" not in wanted and embed is None:
-        raise CheckpointError(f"{folder} was saved without its embedding; give the target's")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{folder / HEADER} does not describe arrays: {error!r}") from error
+
+
+def restore_arrays(folder: Path, placement: Placement | None = None) -> dict[str, Any]:
+    """All arrays, as NumPy arrays in the host's memory, or each where ``placement`` puts it.
+
+    A placed array has the dtype that JAX gives it: 64 bits become 32 unless they are enabled.
+
+    Raises:
+        CheckpointError: not such a checkpoint, another version, or damaged.
+    """
+    wanted: dict[str, Any] = {}
+    for name, (shape, dtype) in read_shapes(folder).items():
+        if placement is None:
+            wanted[name] = np.broadcast_to(np.zeros((), dtype), shape)  # its shape and dtype, no memory
+        else:
+            narrow = jax.dtypes.canonicalize_dtype(dtype)
+            wanted[name] = jax.ShapeDtypeStruct(shape, narrow, sharding=placement(name, shape))
     try:
         with ocp.StandardCheckpointer() as checkpointer:
-            flat = checkpointer.restore((folder / _ARRAYS).absolute(), wanted)
+            return checkpointer.restore((folder / ARRAYS).absolute(), wanted)
     except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise CheckpointError(f"{folder / _ARRAYS} cannot be restored: {reason}") from error
-    if "embed" not in wanted:
-        flat["embed"] = embed
-    return cfg, _unflatten(flat, cfg.num_layers)
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CheckpointError(f"{folder / ARRAYS} cannot be restored: {reason}") from error
+
+
+class OrbaxTensors:
+    """The arrays of an Orbax folder by name. A TensorSource.
+
+    Shapes come from the header; the first read restores all of them into the host's memory.
+
+    Raises:
+        CheckpointError: see ``restore_arrays``.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.place = str(folder)
+        self._folder, self._shapes = folder, read_shapes(folder)
+        self._arrays: dict[str, np.ndarray] | None = None
+
+    def names(self) -> Iterable[str]:
+        return self._shapes.keys()
+
+    def shape(self, name: str) -> Shape:
+        return self._shapes[name][0]
+
+    def read(self, name: str) -> np.ndarray:
+        if self._arrays is None:
+            self._arrays = restore_arrays(self._folder)
+        return self._arrays[name]

@@ -75,8 +75,8 @@ class Reader:
         self.taken.add(name)
         return self.source.read(name)
 
-    def take(self, name: str, shape: Shape, dtype: np.dtype) -> np.ndarray:
-        """The tensor in ``dtype``, contiguous and owned.
+    def take(self, name: str, shape: Shape, dtype: np.dtype | None) -> np.ndarray:
+        """The tensor in ``dtype`` (None: its own), contiguous and owned.
 
         Raises:
             CheckpointError: as ``raw``; it is quantised, or holds a value that is not finite.

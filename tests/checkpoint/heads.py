@@ -117,6 +117,26 @@ def to_speculators(config: dict[str, Any], tensors: dict[str, np.ndarray]) -> No
     config.update(outer)
 
 
+def to_specforge(config: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
+    """midlayer.*, ids that mean outputs. EAGLE-3's architecture or P-EAGLE's."""
+    to_aws(config | {"parallel_drafting": None, "mask_token_id": 0, "pard_token": 0}, tensors)
+    for key in ("peagle_jax", "norm_before_fc", "num_depths"):
+        config.pop(key, None)
+    outputs = [tap - 1 for tap in config.pop("eagle_aux_hidden_state_layer_ids")]
+    config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": outputs, "use_aux_hidden_state": True}
+    if "mask_hidden" in tensors:
+        config["architectures"] = ["PEagleDraftModel"]
+
+
+def to_original_eagle3(config: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
+    """A Llama config with the draft vocabulary, and no word about taps."""
+    rename(tensors, lambda name: name.replace("layers.0.", "midlayer."))
+    for key in ("peagle_jax", "eagle_aux_hidden_state_layer_ids", "eagle_config", "norm_before_fc"):
+        del config[key]
+    del config["norm_before_residual"], config["target_hidden_size"]
+    config["architectures"] = ["LlamaForCausalLM"]
+
+
 def to_vllm_names(config: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
     """The map under the name that vLLM has for it inside."""
     rename(tensors, lambda name: "draft_id_to_target_id" if name == "d2t" else name)

@@ -35,12 +35,37 @@ def test_a_hub_id_is_fetched_at_its_revision(tmp_path, monkeypatch):
 
     def fetch(ref, revision, allow_patterns):
         asked.update(ref=ref, revision=revision, patterns=allow_patterns)
+        (tmp_path / "model.safetensors").touch()
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
     assert folder.resolve("someone/model", "v2") == tmp_path
     assert (asked["ref"], asked["revision"]) == ("someone/model", "v2")
     assert "*.bin" not in asked["patterns"]
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "arrays/x", None])
+def test_pickles_are_fetched_only_where_there_is_nothing_else(tmp_path, monkeypatch, file):
+    asked = []
+
+    def fetch(ref, revision, allow_patterns):
+        asked.append(allow_patterns)
+        return str(tmp_path)
+
+    if file is not None:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).touch()
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    assert folder.resolve("someone/head") == tmp_path
+    assert ["pytorch_model*.bin" in patterns for patterns in asked] == [False] + [True] * (file is None)
+
+
+def test_files_of_another_kind_of_weights_are_dropped_when_a_folder_is_replaced(tmp_path):
+    for name in ("a.safetensors", "pytorch_model.bin", "orbax.json", "README.md"):
+        (tmp_path / "x").mkdir(exist_ok=True)
+        (tmp_path / "x" / name).touch()
+    folder.replace_folder(tmp_path / "x", lambda into: (into / "new").touch(), drop=folder.WEIGHTS)
+    assert sorted(path.name for path in (tmp_path / "x").iterdir()) == ["README.md", "new"]
 
 
 def test_a_hub_that_refuses_is_one_line(monkeypatch):

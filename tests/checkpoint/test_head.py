@@ -12,8 +12,9 @@ import pytest
 from safetensors.numpy import load_file
 
 import peagle_jax
-from peagle_jax.checkpoint import head
+from peagle_jax.checkpoint import head, layouts
 from peagle_jax.checkpoint.config_reader import read_rope
+from peagle_jax.checkpoint.config_writer import rope_section
 from peagle_jax.checkpoint.errors import CheckpointError
 from peagle_jax.config import BlockConfig, RopeConfig
 from tests.checkpoint.heads import SAME_WIDTH, TARGET_PARAMS, Saved, assert_same, saved_head
@@ -49,7 +50,7 @@ def test_a_saved_head_loads_as_it_was(tmp_path, changes):
 def test_every_rope_setting_survives(tmp_path, rope):
     block = dataclasses.replace(head_config().block, rope=rope)
     assert saved_head(tmp_path / "head", block=block).load()[0].block.rope == rope
-    section = {"rope_theta": rope.theta, "rope_scaling": head.rope_section(rope)}
+    section = {"rope_theta": rope.theta, "rope_scaling": rope_section(rope)}
     assert read_rope(section, "config.json") == rope
 
 
@@ -198,7 +199,7 @@ def test_a_failed_save_leaves_the_old_head(tmp_path, monkeypatch):
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(head, "save_file", full)
+    monkeypatch.setattr(layouts, "save_file", full)
     with pytest.raises(CheckpointError, match=r"cannot write .*: .*No space left on device"):
         head.save_head(saved.folder, saved.cfg, saved.params, target=TARGET, share_embed=False)
     assert {p.name: p.read_bytes() for p in saved.folder.iterdir()} == before

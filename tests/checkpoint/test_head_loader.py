@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from peagle_jax.checkpoint.errors import CheckpointError
 from tests.checkpoint.files import MISSING
@@ -24,6 +25,7 @@ from tests.checkpoint.heads import (
     to_vllm_names,
     without_own_keys,
 )
+from tests.checkpoint.test_pickles import save as save_torch
 from tests.tiny import TARGET
 
 LAYOUTS = [without_own_keys, to_aws, to_nemo, to_speculators, to_vllm_names]
@@ -323,10 +325,25 @@ def test_unnamed_taps_of_another_count_must_be_given(tmp_path):
     assert saved.load(taps=(1, 2, 3, 5))[0].taps == (1, 2, 3, 5)
 
 
-def test_a_folder_of_pickles_names_what_to_convert(tmp_path):
+def test_a_folder_of_pickles_loads_and_other_files_are_named(tmp_path):
     saved = saved_head(tmp_path / "head")
-    (saved.folder / "model.safetensors").rename(saved.folder / "pytorch_model.bin")
-    assert "convert pytorch_model.bin to safetensors first" in fails(saved)
+    weights = saved.folder / "model.safetensors"
+    save_torch(saved.folder / "pytorch_model.bin", load_file(weights))
+    weights.rename(saved.folder / "head.pt")
+    assert_same(saved.load()[1], saved.params)
+    (saved.folder / "pytorch_model.bin").unlink()
+    assert "convert head.pt to safetensors first" in fails(saved)
+
+
+def test_an_absolute_map_loads_when_it_is_said(tmp_path):
+    def change(config, tensors):
+        tensors["d2t"] = tensors["d2t"] + np.arange(31)
+
+    saved = saved_head(tmp_path / "head").edit(change)
+    assert "peagle_jax.convert --d2t absolute rewrites it" in fails(saved)
+    assert_same(saved.load(map_kind="absolute")[1], saved.params)
+    whole = saved_head(tmp_path / "head")
+    assert "d2t cannot hold target ids" in fails(whole, map_kind="absolute")
 
 
 @pytest.mark.parametrize("name", ["fc.weight", "layers.0.self_attn.q_proj.weight", "lm_head.weight", "d2t"])

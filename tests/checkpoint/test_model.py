@@ -43,7 +43,7 @@ def test_a_hugging_face_folder(hf_folder):
 
 
 def test_a_hub_id_is_its_own_name(hf_folder, monkeypatch):
-    monkeypatch.setattr("peagle_jax.checkpoint.model.resolve", lambda ref, revision: hf_folder)
+    monkeypatch.setattr("peagle_jax.checkpoint.folder.resolve", lambda ref, revision: hf_folder)
     assert load_target("someone/model").name == "someone/model"
 
 

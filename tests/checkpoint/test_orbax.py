@@ -1,4 +1,4 @@
-"""Heads through Orbax, bit for bit."""
+"""Named arrays through Orbax, bit for bit, whatever devices wrote them."""
 
 from __future__ import annotations
 
@@ -6,87 +6,101 @@ import json
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from peagle_jax.checkpoint import orbax
 from peagle_jax.checkpoint.errors import CheckpointError
-from peagle_jax.config import BlockConfig, RopeConfig
-from tests.checkpoint.heads import assert_same
-from tests.tiny import head_config, head_params
+from peagle_jax.checkpoint.folder import WEIGHTS, replace_folder
+from peagle_jax.checkpoint.orbax import OrbaxTensors, read_shapes, restore_arrays, save_arrays
+
+ARRAYS = {
+    "a.weight": np.arange(24, dtype=np.float32).reshape(4, 6),
+    "layers.0.b": np.arange(8).astype(ml_dtypes.bfloat16),
+    "half": np.arange(4, dtype=np.float16),
+    "d2t": np.array([2**40, -1, 0, 7]),
+    "t2d": np.array([True, False]),
+}
 
 
-def head(dtype=jnp.float32, **changes):
-    cfg = head_config(**changes)
-    params = jax.tree.map(lambda a: a.astype(dtype) if a.dtype == jnp.float32 else a, head_params(cfg))
-    return cfg, params
+def save(folder, arrays=ARRAYS):
+    replace_folder(folder, lambda into: save_arrays(into, arrays), drop=WEIGHTS)
+    return folder
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("changes", [{}, {"method": "eagle3", "num_layers": 1, "draft_vocab": 53}])
-def test_a_head_comes_back_bit_for_bit(tmp_path, dtype, changes):
-    cfg, params = head(dtype, **changes)
-    params = params.replace(fc_bias=jnp.arange(10, dtype=jnp.float32))
-    orbax.save(tmp_path / "head", cfg, params)
-    found, restored = orbax.restore(tmp_path / "head")
-    assert found == cfg
-    assert_same(restored, params)
+def assert_equal(found, arrays=ARRAYS) -> None:
+    assert found.keys() == arrays.keys()
+    for name, value in arrays.items():
+        assert (found[name].dtype, found[name].shape) == (value.dtype, value.shape)
+        assert np.asarray(found[name]).tobytes() == np.asarray(value).tobytes()
 
 
-def test_the_config_survives_json():
-    rope = RopeConfig(5e5, "yarn", 8.0, original_max_position=64, truncate=False, mscale=0.7)
-    cfg = head_config(block=BlockConfig(10, 14, 6, 3, 4, 1e-6, rope), norm_before_fc=True)
-    assert orbax.config_from_json(json.loads(json.dumps(orbax.config_to_json(cfg)))) == cfg
+def test_arrays_come_back_bit_for_bit_with_64_bit_maps(tmp_path):
+    save(tmp_path / "x")
+    assert_equal(restore_arrays(tmp_path / "x"))
+    source = OrbaxTensors(tmp_path / "x")
+    assert {n: source.shape(n) for n in source.names()} == {n: a.shape for n, a in ARRAYS.items()}
+    assert_equal({name: source.read(name) for name in source.names()})
 
 
-def test_a_shared_embedding_is_given_at_restore(tmp_path):
-    cfg, params = head()
-    orbax.save(tmp_path / "head", cfg, params, share_embed=True)
-    with pytest.raises(CheckpointError, match="saved without its embedding"):
-        orbax.restore(tmp_path / "head")
-    embed = jnp.ones((53, 10))
-    _, restored = orbax.restore(tmp_path / "head", embed=embed)
-    assert restored.embed is embed
-    assert_same(restored, params.replace(embed=embed))
+def test_what_four_devices_wrote_other_numbers_read(tmp_path):
+    narrow = {name: value for name, value in ARRAYS.items() if name != "d2t"}  # 64 bits are NumPy's only
+    row = NamedSharding(jax.make_mesh((4,), ("x",)), PartitionSpec("x"))
+    whole = NamedSharding(jax.make_mesh((4,), ("x",)), PartitionSpec())
+    placed = {n: jax.device_put(v, row if v.shape[0] % 4 == 0 else whole) for n, v in narrow.items()}
+    save(tmp_path / "x", placed)
+    assert_equal(restore_arrays(tmp_path / "x"), narrow)
+    one = SingleDeviceSharding(jax.devices()[3])
+    square = NamedSharding(jax.make_mesh((2, 2), ("a", "b")), PartitionSpec())
+    split = NamedSharding(jax.make_mesh((2, 2), ("a", "b")), PartitionSpec("a", "b"))
+    for chosen in (lambda name, shape: one, lambda name, shape: split if len(shape) == 2 else square):
+        found = restore_arrays(tmp_path / "x", chosen)
+        assert_equal(found, narrow)
+        assert {n: v.sharding for n, v in found.items()} == {n: chosen(n, v.shape) for n, v in narrow.items()}
 
 
-def test_arrays_are_placed_as_asked(tmp_path):
-    cfg, params = head()
-    orbax.save(tmp_path / "head", cfg, params)
-    mesh = jax.make_mesh((1,), ("data",))
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    _, restored = orbax.restore(tmp_path / "head", sharding=sharding)
-    assert {leaf.sharding for leaf in jax.tree.leaves(restored)} == {sharding}
+def test_shapes_are_read_without_arrays(tmp_path):
+    save(tmp_path / "x")
+    (tmp_path / "x" / "arrays").rename(tmp_path / "elsewhere")
+    assert read_shapes(tmp_path / "x")["a.weight"] == ((4, 6), np.dtype(np.float32))
+    with pytest.raises(CheckpointError, match="cannot be restored"):
+        restore_arrays(tmp_path / "x")
 
 
-def test_saving_again_replaces(tmp_path):
-    for method in ("peagle", "eagle3"):
-        cfg, params = head(method=method)
-        orbax.save(tmp_path / "head", cfg, params)
-    assert orbax.restore(tmp_path / "head")[0].method == "eagle3"
-    assert [p.name for p in tmp_path.iterdir()] == ["head"]
-
-
-def edit_header(folder, **changes):
-    header = json.loads((folder / "head.json").read_text())
-    (folder / "head.json").write_text(json.dumps(header | changes))
+def test_saving_again_replaces_and_other_weights_leave_with_it(tmp_path):
+    save(tmp_path / "x")
+    (tmp_path / "x" / "model.safetensors").write_bytes(b"old")
+    (tmp_path / "x" / "README.md").write_text("about")
+    other = {"a.weight": jnp.ones((2, 3))}
+    save(tmp_path / "x", other)
+    assert_equal(restore_arrays(tmp_path / "x"), other)
+    assert sorted(p.name for p in (tmp_path / "x").iterdir()) == ["README.md", "arrays", "orbax.json"]
+    assert [p.name for p in tmp_path.iterdir()] == ["x"]
 
 
 def test_what_cannot_be_restored_is_one_line(tmp_path):
-    cfg, params = head()
-    orbax.save(tmp_path / "head", cfg, params)
-    header = json.loads((tmp_path / "head" / "head.json").read_text())
+    folder = save(tmp_path / "x")
+    header = json.loads((folder / "orbax.json").read_text())
+    assert header["format_version"] == 1
 
-    def fails() -> str:
+    def fails(**changes) -> str:
+        (folder / "orbax.json").write_text(json.dumps(header | changes))
         with pytest.raises(CheckpointError) as caught:
-            orbax.restore(tmp_path / "head")
+            restore_arrays(folder)
         assert "\n" not in str(caught.value)
         return str(caught.value)
 
-    edit_header(tmp_path / "head", format_version=9)
-    assert "has format_version 9; expected 1" in fails()
-    edit_header(tmp_path / "head", format_version=1, config={"method": "peagle"})
-    assert "does not describe a head" in fails()
-    edit_header(tmp_path / "head", config=header["config"], arrays={"norm": [[3], "float32"]})
-    assert "cannot be restored" in fails() or "saved without its embedding" in fails()
-    (tmp_path / "head" / "head.json").unlink()
-    assert "has no head.json" in fails()
+    assert "has format_version 9; expected 1" in fails(format_version=9)
+    assert "does not describe arrays" in fails(arrays={"a": [[3], "float31"]})
+    assert "does not describe arrays" in fails(arrays=[3])
+    assert "cannot be restored" in fails(arrays={"z": [[3], "float32"]})
+    (folder / "orbax.json").unlink()
+    with pytest.raises(CheckpointError, match="has no orbax.json"):
+        restore_arrays(folder)
+
+
+def test_an_array_without_values_is_refused_and_nothing_is_left(tmp_path):
+    with pytest.raises(CheckpointError, match=r"tensor e of shape \[0, 3\] has no values"):
+        save(tmp_path / "x", {"e": np.zeros((0, 3))})
+    assert list(tmp_path.iterdir()) == []

@@ -18,6 +18,7 @@ WIDTH = re.compile(r"[a-z]+(\d+)")  # bits of a type, which starts with them: f3
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
 # What moves nothing by itself.
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "iota"}
+VIEWS = ("bitcast", "get-tuple-element")
 SLICES = ("dynamic-slice", "slice", "gather")
 
 _ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,]*)\](\{[^}]*\})?")
@@ -187,7 +188,7 @@ class Program:
     def _part(self, name: str, value: str, size: int) -> float:
         total = 0.0
         for user in self._users(name, value):
-            if user.opcode in ("bitcast", "get-tuple-element"):
+            if user.opcode in VIEWS or (user.opcode == "fusion" and self._is_view(user.called[0])):
                 total += self._part(name, user.name, size)
             elif user.opcode in SLICES and user.operands[0] == value:
                 total += user.whole
@@ -198,6 +199,10 @@ class Program:
             else:
                 return size
         return total
+
+    def _is_view(self, name: str) -> bool:
+        """Whether a fusion within a fusion only spells its operand in another layout, element by element."""
+        return all(x.opcode in ("parameter", "copy", "bitcast") for x in self._computations[name])
 
     def _written(self, name: str, size: int) -> float:
         """Of a fusion's result: an update in place writes the update alone."""

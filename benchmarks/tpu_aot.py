@@ -32,7 +32,6 @@ from rich.table import Table
 from peagle_jax.arguments import CommandError, run_command
 from peagle_jax.config import SpecConfig, TargetConfig
 from peagle_jax.layers.attention import BLOCK
-from peagle_jax.parallel.rules import weight_shardings
 from peagle_jax.parallel.tensor import check_split, spread, spread_weights
 from peagle_jax.speculative import round as steps
 from peagle_jax.speculative.placement import Placement
@@ -61,7 +60,7 @@ def compile_round(target: TargetConfig, topology: str) -> dict[str, Any]:
     placement = Placement.on(devices, tensor)
     params = (target_weights(target), head_weights(head))
     params = tuple(spread_shapes(c, p, tensor) for c, p in zip((target, head), params, strict=True))
-    params = tuple(placed(p, weight_shardings(p, placement.mesh)) for p in params)
+    params = tuple(placed(p, where) for p, where in zip(params, placement.places(params), strict=True))
     target, head = spread(target, tensor), spread(head, tensor)
     spec = SpecConfig(LOAD.k, "peagle")
 

@@ -23,6 +23,7 @@ from peagle_jax.checkpoint.stored_head import About, StoredHead, check_whole
 from peagle_jax.checkpoint.weights import open_weights
 from peagle_jax.config import DrafterConfig, TargetConfig
 from peagle_jax.drafter.head import DrafterParams
+from peagle_jax.models.family import LAYER_NAMES
 from peagle_jax.models.stack import TargetParams
 
 DEFAULT_HEAD = "smollm2-135m-instruct-p-eagle"
@@ -122,8 +123,9 @@ def to_stored(
     if len(params.layers) != cfg.num_layers:
         raise CheckpointError(f"{len(params.layers)} layers to save; expected {cfg.num_layers}")
     for index, layer in enumerate(params.layers):
-        for part in dataclasses.fields(layer):
-            put(layer_name(part.name, index), getattr(layer, part.name))
+        for field in LAYER_NAMES:
+            if getattr(layer, field) is not None:
+                put(layer_name(field, index), getattr(layer, field))
     put(HEAD_NAMES["final_norm"], params.final_norm)
     put(HEAD_NAMES["lm_head"], params.lm_head)
     if cfg.method == "peagle":

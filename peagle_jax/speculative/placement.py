@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from peagle_jax.config import ConfigError, DrafterConfig, TargetConfig
@@ -93,22 +94,36 @@ class Placement:
     def weights(self, params: Params) -> Params:
         """The weights where they belong; those that are there already stay."""
         target, head = params
-        where = weight_shardings(target, self.mesh)
-        placed = jax.tree.map(self._put, target, where)
+        of_target, of_head = self.places(params)
+        placed = jax.tree.map(self._put, target, of_target)
         if head is None:
             return placed, None
         shared = {id(x): y for x, y in zip(jax.tree.leaves(target), jax.tree.leaves(placed), strict=True)}
-        whole = NamedSharding(self.mesh, PartitionSpec())
-        where = weight_shardings(head, self.mesh) if self.split_head else jax.tree.map(lambda _: whole, head)
 
-        def put(x: Any, where: NamedSharding) -> jax.Array:
+        def put(x: Any, where: Any) -> jax.Array:
             # What a head shares with its target lies as the target's.
             return shared[id(x)] if id(x) in shared else self._put(x, where)
 
-        return placed, jax.tree.map(put, head, where)
+        return placed, jax.tree.map(put, head, of_head)
 
-    def _put(self, x: Any, where: NamedSharding) -> jax.Array:
-        if self.tensor == self.replicas == 1 and not self.several_hosts:
+    def places(self, params: Params) -> tuple[Any, Any]:
+        """Where weights (or shapes of them) belong: shardings, and formats of what is read row by row."""
+        target, head = params
+        of_target, of_head = weight_shardings(target, self.mesh), None
+        if head is not None:
+            whole = NamedSharding(self.mesh, PartitionSpec())
+            of_head = jax.tree.map(lambda _: whole, head)
+            of_head = weight_shardings(head, self.mesh) if self.split_head else of_head
+        if self.mesh.devices.flat[0].platform == "tpu":
+            # Its own choice for a width that is no multiple of 128 puts columns together, and each step
+            # would copy the table to read a few rows of it.
+            rows = Layout(major_to_minor=(0, 1))
+            of_target = of_target.replace(embed=Format(rows, of_target.embed))
+            of_head = of_head and of_head.replace(embed=Format(rows, of_head.embed))
+        return of_target, of_head
+
+    def _put(self, x: Any, where: Any) -> jax.Array:
+        if self.tensor == self.replicas == 1 and not self.several_hosts and isinstance(where, NamedSharding):
             return jax.device_put(x, self.mesh.devices.flat[0])
         return jax.device_put(x, where)
 

@@ -20,6 +20,16 @@ TARGET = TargetConfig(
     eos_token_ids=(VOCAB - 1,),
 )
 
+WIDE = TargetConfig(
+    family="llama",
+    block=BlockConfig(64, 192, 8, 2, 16, 1e-5, RopeConfig(theta=1000.0)),
+    vocab_size=VOCAB,
+    num_layers=3,
+    max_position=256,
+    eos_token_ids=(VOCAB - 1,),
+)
+"""Of inputs that four-bit weights can have."""
+
 
 def head_config(
     method: str = "peagle", num_layers: int = 2, draft_vocab: int = 31, **changes

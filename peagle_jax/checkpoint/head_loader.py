@@ -17,6 +17,7 @@ from peagle_jax.checkpoint.tensors import Reader, TensorSource, layer_shapes, re
 from peagle_jax.config import BlockConfig, ConfigError, DrafterConfig, TargetConfig
 from peagle_jax.drafter.head import DrafterParams
 from peagle_jax.layers.block import BlockParams
+from peagle_jax.layers.quantized import QuantizedWeight, dequantize
 from peagle_jax.models.family import COMMON_FIELDS, MLP_BIASES, QK_NORMS, QKV_BIASES
 from peagle_jax.models.stack import TargetParams
 
@@ -204,7 +205,8 @@ class HeadLoader:
             return shared
         own = self.reader.raw(self.name(field), shape)
         # Compared in the file's dtype: a bfloat16 copy of a wider target's table is that table.
-        if shared.shape == shape and np.array_equal(own, np.asarray(shared).astype(own.dtype)):
+        table = dequantize(shared) if isinstance(shared, QuantizedWeight) else shared
+        if shared.shape == shape and np.array_equal(own, np.asarray(table).astype(own.dtype)):
             return shared
         return self.take(field, shape)
 

@@ -29,7 +29,7 @@ def read_generation(folder: Path) -> dict[str, Any]:
 
 
 def load_folder(
-    folder: Path, dtype: DTypeLike = jnp.float32, stacked: bool = False
+    folder: Path, dtype: DTypeLike = jnp.float32, stacked: bool = False, quantization: str | None = None
 ) -> tuple[TargetConfig, TargetParams]:
     """Config and weights of a target.
 
@@ -41,7 +41,7 @@ def load_folder(
     raw = read_json(folder / "config.json")
     place = str(folder / "config.json")
     cfg = read_target_config(raw, read_generation(folder), place)
-    reader = Reader(SafeTensors(folder))
+    reader = Reader(SafeTensors(folder), quantization)
     if cfg.tie_word_embeddings and reader.has("lm_head.weight"):
         cfg = _settle_tie(cfg, reader)
     family, keys = family_of(raw, place), text_config(raw, place)

@@ -16,6 +16,7 @@ from peagle_jax.checkpoint.errors import CheckpointError
 from peagle_jax.checkpoint.folder import local_path, resolve
 from peagle_jax.checkpoint.gguf_tokenizer import build_tokenizer
 from peagle_jax.checkpoint.huggingface import load_folder, load_tokenizer, read_generation
+from peagle_jax.checkpoint.quantization import check_quantization
 from peagle_jax.config import TargetConfig
 from peagle_jax.models.stack import TargetParams
 
@@ -25,7 +26,8 @@ log = logging.getLogger(__name__)
 @dataclasses.dataclass
 class LoadedTarget:
     """A target ready to run. ``generation`` holds the checkpoint's own sampling defaults, under
-    ``generation_config.json``'s keys; it may be empty. ``source`` is the file or folder read."""
+    ``generation_config.json``'s keys; it may be empty. ``source`` is the file or folder read.
+    ``quantization`` is what the weights were loaded in, None for their dtype."""
 
     config: TargetConfig
     params: TargetParams
@@ -33,6 +35,7 @@ class LoadedTarget:
     name: str
     generation: dict[str, Any]
     source: str
+    quantization: str | None = None
 
 
 def load_target(
@@ -42,6 +45,7 @@ def load_target(
     stacked: bool | None = None,
     revision: str | None = None,
     tokenizer: str | None = None,
+    quantization: str | None = None,
 ) -> LoadedTarget:
     """Loads the target named by ``ref``; None is the embedded default.
 
@@ -51,37 +55,41 @@ def load_target(
         stacked: layers on a leading axis. None: off on CPU, on elsewhere.
         revision: of a hub id.
         tokenizer: folder or hub id of another tokenizer.
+        quantization: of the matrices: int8, int4, or gguf (as the file has them); None: in ``dtype``.
 
     Raises:
         CheckpointError: the reference or its content cannot be loaded.
     """
+    check_quantization(quantization)
     if stacked is None:
         stacked = jax.default_backend() != "cpu"
+    weights = {"dtype": dtype, "stacked": stacked, "quantization": quantization}
     if ref is None:
-        return _load_gguf(embedded.embedded_path(), embedded.NAME, dtype, stacked, tokenizer)
+        return _load_gguf(embedded.embedded_path(), embedded.NAME, tokenizer, weights)
     ref = str(ref)
     path = local_path(ref)
     if path.is_file() and path.suffix == ".gguf":
-        return _load_gguf(path, path.stem, dtype, stacked, tokenizer)
+        return _load_gguf(path, path.stem, tokenizer, weights)
     folder = resolve(ref, revision)
     files = sorted(folder.glob("*.gguf"))
     if files and not (folder / "config.json").exists():
         if len(files) > 1:
             raise CheckpointError(f"{folder} holds {len(files)} .gguf files; name one, such as {files[0]}")
-        return _load_gguf(files[0], files[0].stem, dtype, stacked, tokenizer)
-    config, params = load_folder(folder, dtype, stacked)
+        return _load_gguf(files[0], files[0].stem, tokenizer, weights)
+    config, params = load_folder(folder, **weights)
     name = folder.resolve().name if path.is_dir() else ref
     loaded = checked_tokenizer(load_tokenizer(folder if tokenizer is None else tokenizer), config)
-    return LoadedTarget(config, params, loaded, name, read_generation(folder), str(folder))
+    return LoadedTarget(config, params, loaded, name, read_generation(folder), str(folder), quantization)
 
 
-def _load_gguf(path: Path, name: str, dtype: DTypeLike, stacked: bool, tokenizer: str | None) -> LoadedTarget:
+def _load_gguf(path: Path, name: str, tokenizer: str | None, weights: dict[str, Any]) -> LoadedTarget:
     file = gguf.GGUFFile(path)
     config = gguf.read_config(file)
     loaded = build_tokenizer(file) if tokenizer is None else load_tokenizer(tokenizer)
     loaded = checked_tokenizer(loaded, config)
-    params = gguf.load_params(file, config, dtype, stacked)
-    return LoadedTarget(config, params, loaded, name, gguf.read_sampling(file), str(path))
+    params = gguf.load_params(file, config, **weights)
+    sampling = gguf.read_sampling(file)
+    return LoadedTarget(config, params, loaded, name, sampling, str(path), weights["quantization"])
 
 
 def checked_tokenizer(tokenizer: Any, config: TargetConfig) -> Any:

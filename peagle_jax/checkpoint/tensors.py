@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
 from peagle_jax.checkpoint.errors import CheckpointError
+from peagle_jax.checkpoint.quantization import MATRICES, VOCABULARY, PackedSource, quantized
 from peagle_jax.config import BlockConfig, TargetConfig
 from peagle_jax.layers.block import BlockParams
 from peagle_jax.models.family import LAYER_NAMES, MODEL_NAMES
@@ -41,10 +43,13 @@ def _all_finite(array: np.ndarray) -> bool:
 
 
 class Reader:
-    """Takes tensors out of a source with their expected shapes, and remembers which."""
+    """Takes tensors out of a source with their expected shapes, and remembers which.
 
-    def __init__(self, source: TensorSource) -> None:
-        self.source = source
+    ``quantization`` is what ``weight`` makes of matrices: int8, int4, gguf (packed as they are), or None.
+    """
+
+    def __init__(self, source: TensorSource, quantization: str | None = None) -> None:
+        self.source, self.quantization = source, quantization
         self.available = set(source.names())
         self.taken: set[str] = set()
 
@@ -57,6 +62,10 @@ class Reader:
         Raises:
             CheckpointError: it is missing, or has another shape.
         """
+        self._check(name, shape)
+        return self.source.read(name)
+
+    def _check(self, name: str, shape: Shape | None) -> None:
         place = self.source.place
         if name not in self.available:
             expected = "" if shape is None else f" of shape {list(shape)}"
@@ -67,7 +76,6 @@ class Reader:
                 f"{place}: tensor {name} has shape {list(found)}; expected {list(shape)} from the config"
             )
         self.taken.add(name)
-        return self.source.read(name)
 
     def take(self, name: str, shape: Shape, dtype: np.dtype) -> np.ndarray:
         """The tensor in ``dtype``, contiguous and owned.
@@ -81,12 +89,38 @@ class Reader:
                 f"{self.source.place}: tensor {name} is {array.dtype}, a quantised weight; "
                 "expected float32, float16 or bfloat16; load the unquantised checkpoint"
             )
+        self._check_finite(name, array)
+        return np.array(array, dtype=dtype, order="C")
+
+    def _check_finite(self, name: str, array: np.ndarray) -> None:
         if not _all_finite(array):
             raise CheckpointError(
                 f"{self.source.place}: tensor {name} holds NaN or infinity; the file is damaged, or its "
                 "training diverged; expected finite weights"
             )
-        return np.array(array, dtype=dtype, order="C")
+
+    def weight(self, field: str, name: str, shape: Shape, dtype: np.dtype) -> Any:
+        """The tensor of a field in ``dtype``, or quantised: a tree of NumPy arrays.
+
+        Raises:
+            CheckpointError: as ``take``; the tensor has no form in the reader's quantization.
+        """
+        kind, place = self.quantization, self.source.place
+        if kind is None or field not in MATRICES:
+            return self.take(name, shape, dtype)
+        if kind != "gguf":
+            array = self.take(name, shape, np.dtype(np.float32))
+            return quantized(kind, field, array, dtype, f"{place}: tensor {name}")
+        if not isinstance(self.source, PackedSource):
+            raise CheckpointError(f"{place} is no GGUF file; expected quantization int8 or int4, or none")
+        self._check(name, shape)
+        packed = self.source.packed(name, dtype)
+        if packed is None:
+            return self.take(name, shape, dtype)
+        for part in (packed.scale, packed.minimum):
+            if part is not None:
+                self._check_finite(name, part)
+        return packed
 
     def finish(self, ignore: Callable[[str], bool] = lambda name: False) -> None:
         """Raises CheckpointError when a tensor of the file found no place."""
@@ -131,9 +165,9 @@ def read_layer(
     fields: Iterable[str],
     shapes: Mapping[str, Shape],
     dtype: np.dtype,
-) -> dict[str, np.ndarray]:
-    """One layer's arrays by ``BlockParams`` field."""
-    return {field: reader.take(name_of(field), shapes[field], dtype) for field in fields}
+) -> dict[str, Any]:
+    """One layer's arrays (or quantised weights) by ``BlockParams`` field."""
+    return {field: reader.weight(field, name_of(field), shapes[field], dtype) for field in fields}
 
 
 def read_target(
@@ -153,29 +187,47 @@ def read_target(
     table = (cfg.vocab_size, cfg.hidden_size)
     shapes = layer_shapes(cfg.block)
 
-    def layer(index: int) -> dict[str, np.ndarray]:
+    def layer(index: int) -> dict[str, Any]:
         return read_layer(reader, lambda field: name_of(field, index), fields, shapes, dtype)
 
     layers: BlockParams | tuple[BlockParams, ...]
     if stacked:
-        stacks: dict[str, np.ndarray] = {}
+        stacks: dict[str, Any] = {}
         for index in range(cfg.num_layers):
-            for field, array in layer(index).items():
+            for field, weight in layer(index).items():
                 if field not in stacks:
-                    stacks[field] = np.empty((cfg.num_layers, *array.shape), dtype)
-                stacks[field][index] = array
-        layers = BlockParams(**{field: jnp.asarray(stacks.pop(field)) for field in fields})
+                    stacks[field] = jax.tree.map(
+                        lambda a: np.empty((cfg.num_layers, *a.shape), a.dtype), weight
+                    )
+                _put_layer(stacks[field], weight, index, f"{reader.source.place}: {name_of(field, index)}")
+        layers = BlockParams(**{field: _on_device(stacks.pop(field)) for field in fields})
     else:
-        layers = tuple(
-            BlockParams(**{field: jnp.asarray(array) for field, array in layer(index).items()})
-            for index in range(cfg.num_layers)
-        )
-    embed = jnp.asarray(reader.take(name_of("embed", None), table, dtype))
+        layers = tuple(BlockParams(**_on_device(layer(index))) for index in range(cfg.num_layers))
+    tied = cfg.tie_word_embeddings
+    embed_field = VOCABULARY if tied else "embed"
+    embed = _on_device(reader.weight(embed_field, name_of("embed", None), table, dtype))
     final_norm = jnp.asarray(reader.take(name_of("final_norm", None), (cfg.hidden_size,), dtype))
     lm_head = None
-    if not cfg.tie_word_embeddings:
-        lm_head = jnp.asarray(reader.take(name_of("lm_head", None), table, dtype))
+    if not tied:
+        lm_head = _on_device(reader.weight(VOCABULARY, name_of("lm_head", None), table, dtype))
     return TargetParams(embed, layers, final_norm, lm_head)
+
+
+def _on_device(weights: Any) -> Any:
+    return jax.tree.map(jnp.asarray, weights)
+
+
+def _put_layer(stack: Any, weight: Any, index: int, where: str) -> None:
+    def kind(tree: Any, axis: int) -> list[tuple[Shape, np.dtype]]:
+        return [(leaf.shape[axis:], leaf.dtype) for leaf in jax.tree.leaves(tree)]
+
+    if jax.tree.structure(stack) != jax.tree.structure(weight) or kind(stack, 1) != kind(weight, 0):
+        raise CheckpointError(
+            f"{where} is of another type than in the layers before it, which are stacked; "
+            "leave out quantization gguf, or ask for int8"
+        )
+    for whole, part in zip(jax.tree.leaves(stack), jax.tree.leaves(weight), strict=True):
+        whole[index] = part
 
 
 def hf_name(field: str, layer: int | None) -> str:

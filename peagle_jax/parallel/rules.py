@@ -81,8 +81,9 @@ def spec(names: tuple[str | None, ...], sizes: Mapping[str, int]) -> PartitionSp
 
 
 def _field(path: tuple[Any, ...]) -> str:
-    last = path[-1] if path else None
-    return str(getattr(last, "name", getattr(last, "key", "")))
+    """The weight's field: the last one that has rules, as a quantised weight has fields of its own."""
+    names = [str(getattr(part, "name", getattr(part, "key", ""))) for part in path]
+    return next((name for name in reversed(names) if name in WEIGHTS), names[-1] if names else "")
 
 
 def _axis_names(path: tuple[Any, ...], ndim: int) -> tuple[str, ...]:

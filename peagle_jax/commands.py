@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,10 @@ from peagle_jax.arguments import CommandError
 from peagle_jax.checkpoint.folder import local_path
 from peagle_jax.checkpoint.head import default_head_path, load_head
 from peagle_jax.checkpoint.model import LoadedTarget, load_target
+from peagle_jax.checkpoint.quantization import QUANTIZATIONS
 from peagle_jax.config import DrafterConfig, Method, SpecConfig, TargetConfig
 from peagle_jax.drafter.head import DrafterParams
+from peagle_jax.layers.quantized import QuantizedWeight
 from peagle_jax.speculative.decoder import Decoder
 from peagle_jax.speculative.request import Request, settings_of
 
@@ -113,6 +117,7 @@ def load(
     dtype: str = "auto",
     revision: str | None = None,
     tokenizer: str | None = None,
+    quantization: str | None = None,
 ) -> Loaded:
     """Loads what the command line names.
 
@@ -125,6 +130,7 @@ def load(
         method: what the head must be; None accepts what it is.
         speculate: no head is an error, unless num_speculative_tokens is 0.
         revision: of the hub id that ``model`` then must be.
+        quantization: of the target's matrices, one of QUANTIZATIONS; a head keeps its dtype.
 
     Raises:
         CheckpointError: a model or head that cannot be loaded.
@@ -153,7 +159,9 @@ def load(
         name = "the embedded model" if model is None else model
         raise CommandError(f"{found} but there is no head for {name}; name one, or leave it out")
     chosen = resolve_dtype(dtype)
-    target = load_target(model, dtype=chosen, revision=revision, tokenizer=tokenizer)
+    target = load_target(
+        model, dtype=chosen, revision=revision, tokenizer=tokenizer, quantization=quantization
+    )
     if head is None or num_speculative_tokens == 0:
         return Loaded(target, None, 0, chosen)
     config, params = load_head(head, target.config, target.params, dtype=chosen)
@@ -162,6 +170,16 @@ def load(
         trained = DEFAULT_TOKENS if config.method == "eagle3" else config.num_depths
         num_speculative_tokens = min(trained, DEFAULT_TOKENS)
     return Loaded(target, Head(config, params, head), num_speculative_tokens, chosen)
+
+
+def add_quantization(add: Callable[..., Any]) -> None:
+    """``--quantization`` on a parser, by its ``add_argument``."""
+    add(
+        "--quantization",
+        "-q",
+        choices=QUANTIZATIONS,
+        help="of the model's matrices: int8, int4, or gguf, packed as the file has them (default: none)",
+    )
 
 
 def _check_revision(model: str | None, revision: str | None) -> None:
@@ -263,6 +281,18 @@ def _machine_memory() -> int | None:
         return None
 
 
+def describe_quantization(target: LoadedTarget) -> str:
+    """What of a quantised target is quantised, and what that saves."""
+    leaves = jax.tree.leaves(target.params, is_leaf=lambda x: isinstance(x, QuantizedWeight))
+    found = [w for w in leaves if isinstance(w, QuantizedWeight)]
+    bytes_, size = sum(w.nbytes for w in found), sum(math.prod(w.shape) for w in found)
+    whole = sum(w.nbytes for w in leaves)
+    return (
+        f"{target.quantization}, {8 * bytes_ / max(size, 1):.2f} bits a value: {size / 1e6:.1f} million in "
+        f"{bytes_ / 1e6:.1f} MB; all weights {whole / 1e6:.1f} MB"
+    )
+
+
 def describe(loaded: Loaded, max_model_len: int) -> list[tuple[str, Any]]:
     """What was resolved, as (name, value) lines for a start-up report."""
     config, head = loaded.target.config, loaded.head
@@ -286,5 +316,6 @@ def describe(loaded: Loaded, max_model_len: int) -> list[tuple[str, Any]]:
     return [
         *lines,
         ("dtype", f"{loaded.dtype.name} on {jax.default_backend()}"),
+        *([("quantization", describe_quantization(loaded.target))] if loaded.target.quantization else []),
         ("max_model_len", max_model_len),
     ]

@@ -180,6 +180,7 @@ def build_parser() -> Parser:
     add("--min-p", type=float, default=0.0, help="drop tokens below this share of the best's probability")
     add("--seed", type=int, default=0, help="the same seed gives the same tokens, with any head (default: 0)")
     add("--dtype", choices=commands.DTYPES, default="auto", help="of the weights (default: auto)")
+    commands.add_quantization(add)
     add("--raw", action="store_true", help="the prompt as it is, without the model's chat template")
     add("--compare", action="store_true", help="also decode without the head, and compare tokens and speed")
     add("--json", action="store_true", help="print one JSON object and nothing else")
@@ -201,7 +202,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     prompt = _standard_input() if args.prompt == "-" else args.prompt
     _say("loading")
     loaded = commands.load(
-        args.model, head, k, dtype=args.dtype, revision=args.revision, tokenizer=args.tokenizer
+        args.model,
+        head,
+        k,
+        dtype=args.dtype,
+        revision=args.revision,
+        tokenizer=args.tokenizer,
+        quantization=args.quantization,
     )
     prompt_ids = prompt_token_ids(loaded.target.tokenizer, prompt, args.raw)
     max_tokens = _room(loaded, prompt_ids, args.max_tokens)
@@ -330,6 +337,7 @@ def _report(loaded: Loaded, prompt_tokens: int, run: Run) -> dict[str, Any]:
         "head": head and head.source,
         "method": head and head.config.method,
         "dtype": loaded.dtype.name,
+        "quantization": loaded.target.quantization,
     }
 
 

@@ -83,6 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         dtype=args.dtype,
         revision=args.revision,
         tokenizer=args.tokenizer,
+        quantization=args.quantization,
     )
     max_model_len = commands.context_limit(loaded.target, args.max_model_len)
     generation = (loaded.target.generation if args.generation_config == "auto" else {}) | (

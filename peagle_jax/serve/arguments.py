@@ -119,6 +119,7 @@ def _add_model_flags(group: Any) -> None:
     add("--revision", type=named, help="of the model's hub id")
     add("--speculative-config", type=utf8, metavar="JSON", help="the head and how it drafts; see below")
     add("--dtype", choices=commands.DTYPES, default="auto", help="of the weights (default: auto)")
+    commands.add_quantization(add)
     add(
         "--max-model-len",
         type=whole(2),

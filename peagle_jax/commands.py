@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import math
 import os
@@ -21,10 +22,12 @@ from peagle_jax.checkpoint.quantization import QUANTIZATIONS
 from peagle_jax.config import DrafterConfig, Method, SpecConfig, TargetConfig
 from peagle_jax.drafter.head import DrafterParams
 from peagle_jax.layers.quantized import QuantizedWeight
+from peagle_jax.speculative.cache import position_bytes
 from peagle_jax.speculative.decoder import Decoder
 from peagle_jax.speculative.request import Request, settings_of
 
 DTYPES = ("auto", "float32", "bfloat16")
+KV_CACHE_DTYPES = ("auto", "int8")
 DEFAULT_TOKENS = 5
 """K when none is asked for. A draft that far ahead is seldom right, and each costs a row to verify."""
 CPU_CONTEXT = 2048
@@ -67,6 +70,7 @@ class Loaded:
     head: Head | None
     num_speculative_tokens: int
     dtype: jnp.dtype
+    kv_cache_dtype: str = "auto"
 
     def spec(self, rounds: int = 1) -> SpecConfig:
         """The round's configuration, of so many rounds a dispatch."""
@@ -92,7 +96,7 @@ class Loaded:
             ConfigError: the head does not fit the target, or K is above what it was trained for.
             CommandError: the machine has no memory for such a context.
         """
-        check_memory(self.target, max_model_len, self.dtype)
+        check_memory(self.target, max_model_len, self.dtype, self.int8_cache)
         head = self.head if speculative and self.num_speculative_tokens else None
         if memory_utilization is not None:
             options["kv_tokens"] = kv_room(self, memory_utilization, options.get("batch", 1))
@@ -103,8 +107,13 @@ class Loaded:
             head and head.params,
             self.spec(rounds) if head else SpecConfig(rounds=rounds),
             max_model_len=max_model_len,
+            int8_cache=self.int8_cache,
             **options,
         )
+
+    @property
+    def int8_cache(self) -> bool:
+        return self.kv_cache_dtype == "int8"
 
 
 def load(
@@ -118,6 +127,7 @@ def load(
     revision: str | None = None,
     tokenizer: str | None = None,
     quantization: str | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> Loaded:
     """Loads what the command line names.
 
@@ -131,6 +141,7 @@ def load(
         speculate: no head is an error, unless num_speculative_tokens is 0.
         revision: of the hub id that ``model`` then must be.
         quantization: of the target's matrices, one of QUANTIZATIONS; a head keeps its dtype.
+        kv_cache_dtype: of the target's keys and values, one of KV_CACHE_DTYPES.
 
     Raises:
         CheckpointError: a model or head that cannot be loaded.
@@ -163,13 +174,13 @@ def load(
         model, dtype=chosen, revision=revision, tokenizer=tokenizer, quantization=quantization
     )
     if head is None or num_speculative_tokens == 0:
-        return Loaded(target, None, 0, chosen)
+        return Loaded(target, None, 0, chosen, kv_cache_dtype)
     config, params = load_head(head, target.config, target.params, dtype=chosen)
     _check_method(config, method, head)
     if num_speculative_tokens is None:
         trained = DEFAULT_TOKENS if config.method == "eagle3" else config.num_depths
         num_speculative_tokens = min(trained, DEFAULT_TOKENS)
-    return Loaded(target, Head(config, params, head), num_speculative_tokens, chosen)
+    return Loaded(target, Head(config, params, head), num_speculative_tokens, chosen, kv_cache_dtype)
 
 
 def add_quantization(add: Callable[..., Any]) -> None:
@@ -179,6 +190,27 @@ def add_quantization(add: Callable[..., Any]) -> None:
         "-q",
         choices=QUANTIZATIONS,
         help="of the model's matrices: int8, int4, or gguf, packed as the file has them (default: none)",
+    )
+
+
+def kv_cache_dtype(text: str) -> str:
+    """An argument's type: one of KV_CACHE_DTYPES."""
+    if text in KV_CACHE_DTYPES:
+        return text
+    why = "no kernel here reads fp8; int8 takes as much memory" if text.startswith("fp8") else "no such dtype"
+    raise argparse.ArgumentTypeError(
+        f"must be one of {', '.join(KV_CACHE_DTYPES)}, found {text[:40]!r}: {why}"
+    )
+
+
+def add_kv_cache_dtype(add: Callable[..., Any]) -> None:
+    """``--kv-cache-dtype`` on a parser, by its ``add_argument``."""
+    add(
+        "--kv-cache-dtype",
+        type=kv_cache_dtype,
+        default="auto",
+        metavar="{auto,int8}",
+        help="of the model's keys and values: auto is that of the computation; a head's always are in that",
     )
 
 
@@ -222,9 +254,11 @@ def context_limit(target: LoadedTarget, wanted: int | None = None) -> int:
     return wanted
 
 
-def check_memory(target: LoadedTarget, max_model_len: int, dtype: jnp.dtype) -> None:
+def check_memory(
+    target: LoadedTarget, max_model_len: int, dtype: jnp.dtype, int8_cache: bool = False
+) -> None:
     """Raises CommandError for a context whose keys and values alone are more than the memory there is."""
-    available, position = _device_memory(), _position_bytes(target.config, dtype)
+    available, position = _device_memory(), _position_bytes(target.config, dtype, int8_cache)
     needed = position * max_model_len
     if available and needed > available:
         raise CommandError(
@@ -247,7 +281,7 @@ def kv_room(loaded: Loaded, utilization: float, slots: int) -> int | None:
     head = loaded.head
     arrays = {id(x): x for x in jax.tree.leaves((loaded.target.params, head and head.params))}
     weights = sum(x.nbytes for x in arrays.values())  # a head may share the target's
-    position = _position_bytes(loaded.target.config, loaded.dtype)
+    position = _position_bytes(loaded.target.config, loaded.dtype, loaded.int8_cache)
     if head is not None:
         position += _position_bytes(head.config, loaded.dtype)
     settings = jax.tree.leaves(settings_of(Request([0]), 1, loaded.target.config.vocab_size))
@@ -262,9 +296,8 @@ def kv_room(loaded: Loaded, utilization: float, slots: int) -> int | None:
     return left // position
 
 
-def _position_bytes(config: TargetConfig | DrafterConfig, dtype: jnp.dtype) -> int:
-    """Bytes that the keys and values of one token take."""
-    return 2 * config.num_layers * config.block.num_kv_heads * config.block.head_dim * dtype.itemsize
+def _position_bytes(config: TargetConfig | DrafterConfig, dtype: jnp.dtype, int8: bool = False) -> int:
+    return position_bytes(config.num_layers, config.block.num_kv_heads, config.block.head_dim, dtype, int8)
 
 
 def _device_memory() -> int | None:
@@ -293,6 +326,11 @@ def describe_quantization(target: LoadedTarget) -> str:
     )
 
 
+def _describe_cache(loaded: Loaded) -> str:
+    taken, plain = (_position_bytes(loaded.target.config, loaded.dtype, int8) for int8 in (True, False))
+    return f"int8, {taken} bytes a token instead of {plain}"
+
+
 def describe(loaded: Loaded, max_model_len: int) -> list[tuple[str, Any]]:
     """What was resolved, as (name, value) lines for a start-up report."""
     config, head = loaded.target.config, loaded.head
@@ -317,5 +355,6 @@ def describe(loaded: Loaded, max_model_len: int) -> list[tuple[str, Any]]:
         *lines,
         ("dtype", f"{loaded.dtype.name} on {jax.default_backend()}"),
         *([("quantization", describe_quantization(loaded.target))] if loaded.target.quantization else []),
+        *([("KV cache", _describe_cache(loaded))] if loaded.int8_cache else []),
         ("max_model_len", max_model_len),
     ]

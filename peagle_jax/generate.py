@@ -181,6 +181,7 @@ def build_parser() -> Parser:
     add("--seed", type=int, default=0, help="the same seed gives the same tokens, with any head (default: 0)")
     add("--dtype", choices=commands.DTYPES, default="auto", help="of the weights (default: auto)")
     commands.add_quantization(add)
+    commands.add_kv_cache_dtype(add)
     add("--raw", action="store_true", help="the prompt as it is, without the model's chat template")
     add("--compare", action="store_true", help="also decode without the head, and compare tokens and speed")
     add("--json", action="store_true", help="print one JSON object and nothing else")
@@ -209,6 +210,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         revision=args.revision,
         tokenizer=args.tokenizer,
         quantization=args.quantization,
+        kv_cache_dtype=args.kv_cache_dtype,
     )
     prompt_ids = prompt_token_ids(loaded.target.tokenizer, prompt, args.raw)
     max_tokens = _room(loaded, prompt_ids, args.max_tokens)
@@ -338,6 +340,7 @@ def _report(loaded: Loaded, prompt_tokens: int, run: Run) -> dict[str, Any]:
         "method": head and head.config.method,
         "dtype": loaded.dtype.name,
         "quantization": loaded.target.quantization,
+        "kv_cache_dtype": loaded.kv_cache_dtype,
     }
 
 

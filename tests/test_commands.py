@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 
 import jax
@@ -250,3 +251,25 @@ def test_quantised_weights_leave_more_of_the_memory_for_the_caches(monkeypatch):
     position = 2 * 4 * CONFIG.num_layers * CONFIG.block.num_kv_heads * CONFIG.block.head_dim
     gained = commands.kv_room(saved, 0.5, 1) - commands.kv_room(plain, 0.5, 1)
     assert less // position <= gained <= less // position + 1
+
+
+def test_an_int8_cache_has_more_positions_in_the_same_memory(loads, monkeypatch):
+    plain, saved = (commands.load(None, None, None, kv_cache_dtype=kind) for kind in ("auto", "int8"))
+    monkeypatch.setattr(commands, "_machine_memory", lambda: 2 * 10**6)
+    room = [commands.kv_room(loaded, 0.5, 1) for loaded in (plain, saved)]
+    block, size = CONFIG.block, plain.dtype.itemsize
+    heads = 2 * CONFIG.num_layers * block.num_kv_heads
+    head = plain.head.config
+    drafter = 2 * head.num_layers * head.block.num_kv_heads * head.block.head_dim * size
+    whole, less = heads * block.head_dim * size, heads * (block.head_dim + 4)
+    assert room[0] * (whole + drafter) <= room[1] * (less + drafter) < (room[0] + 2) * (whole + drafter)
+    report = dict(commands.describe(saved, 99))
+    assert report["KV cache"] == f"int8, {less} bytes a token instead of {whole}"
+    assert "KV cache" not in dict(commands.describe(plain, 99))
+
+
+def test_the_cache_is_of_the_computations_dtype_or_int8():
+    assert [commands.kv_cache_dtype(kind) for kind in ("auto", "int8")] == ["auto", "int8"]
+    for name, why in (("fp8_e4m3", "no kernel here reads fp8; int8"), ("int3", "no such dtype")):
+        with pytest.raises(argparse.ArgumentTypeError, match=f"auto, int8, found '{name}': {why}"):
+            commands.kv_cache_dtype(name)

@@ -84,6 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         revision=args.revision,
         tokenizer=args.tokenizer,
         quantization=args.quantization,
+        kv_cache_dtype=args.kv_cache_dtype,
     )
     max_model_len = commands.context_limit(loaded.target, args.max_model_len)
     generation = (loaded.target.generation if args.generation_config == "auto" else {}) | (

@@ -165,7 +165,7 @@ def _add_engine_flags(group: Any) -> None:
         metavar="F",
         help="part of the memory that weights and cache may take (default: 0.9)",
     )
-    add("--kv-cache-dtype", default="auto", choices=["auto"], help="auto: that of the computation")
+    commands.add_kv_cache_dtype(add)
     add("--tensor-parallel-size", "-tp", type=whole(1), default=1, metavar="N", help="1")
     add("--data-parallel-size", "-dp", type=whole(1), default=1, metavar="N", help="replicas on this host")
     add("--replicate", choices=["pmap", "shard_map"], help="how replicas are mapped over devices")

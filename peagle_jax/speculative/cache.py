@@ -8,6 +8,7 @@ nothing to undo.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,28 +16,35 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from peagle_jax.layers.attention import BLOCK, narrowed
+from peagle_jax.layers.quantized_rows import SCALE_BYTES, Int8Rows, quantize_rows
 
 
 @struct.dataclass
 class KVCache:
-    """Keys and values, each (slots, G, positions, H) a layer; uint16 holds the bits of bfloat16.
+    """Keys and values, each (slots, G, positions, H) a layer; uint16 holds the bits of bfloat16, Int8Rows
+    have a scale for each head and position.
 
     Layers lie on a leading axis (``stacked``, for a scanned target) or are a tuple of arrays
     (for an unrolled one): XLA:CPU copies every slice of a stacked array, which doubles a step.
     """
 
-    k: Array | tuple[Array, ...]
-    v: Array | tuple[Array, ...]
+    k: Any  # an array or Int8Rows, or a tuple of them
+    v: Any
 
     @property
     def positions(self) -> int:
-        return (self.k[0] if isinstance(self.k, tuple) else self.k).shape[-2]
+        return jax.tree.leaves(self.k)[0].shape[-2]
 
 
 def storage_dtype(dtype: jnp.dtype, platform: str) -> jnp.dtype:
     """How a cache of ``dtype`` is stored. XLA:CPU would widen and narrow a whole bfloat16 array to change
     one row of it, so there it is its bits."""
     return jnp.dtype(jnp.uint16) if dtype == jnp.bfloat16 and platform == "cpu" else dtype
+
+
+def position_bytes(num_layers: int, num_kv_heads: int, head_dim: int, dtype: jnp.dtype, int8: bool) -> int:
+    """Bytes that the keys and values of one position take."""
+    return 2 * num_layers * num_kv_heads * (head_dim + SCALE_BYTES if int8 else head_dim * dtype.itemsize)
 
 
 def create_cache(
@@ -47,12 +55,28 @@ def create_cache(
     head_dim: int,
     dtype: jnp.dtype,
     stacked: bool,
+    int8: bool = False,
 ) -> KVCache:
-    """A zeroed cache."""
+    """A zeroed cache of ``dtype``, or of ``int8`` rows that are read in it."""
     shape = (slots, num_kv_heads, positions, head_dim)
+
+    def zeros(*lead: int) -> Any:
+        if not int8:
+            return jnp.zeros((*lead, *shape), dtype)
+        operands = jnp.dtype(jnp.bfloat16) if dtype == jnp.uint16 else dtype
+        scale = jnp.zeros((*lead, *shape[:-1], 1), jnp.float32)
+        return Int8Rows(jnp.zeros((*lead, *shape), jnp.int8), scale, operands)
+
     if stacked:
-        return KVCache(jnp.zeros((num_layers, *shape), dtype), jnp.zeros((num_layers, *shape), dtype))
-    return KVCache(*(tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)) for _ in "kv"))
+        return KVCache(zeros(num_layers), zeros(num_layers))
+    return KVCache(*(tuple(zeros() for _ in range(num_layers)) for _ in "kv"))
+
+
+def _stored(rows: Array, cache: Array | Int8Rows) -> Array | Int8Rows:
+    """New rows (..., T, G, H) as the cache holds them, (..., G, T, H)."""
+    if isinstance(cache, Int8Rows):
+        return quantize_rows(rows, cache.dtype).swapaxes(-3, -2)
+    return narrowed(rows.swapaxes(-3, -2), cache.dtype)
 
 
 def _put(cache: Array, rows: Array, slot: Array | int, start: Array) -> Array:
@@ -77,7 +101,7 @@ def write(
     """
     starts = starts + jnp.isnan(hidden[:, 0, 0])  # adds 0 to every sequence that is not lost anyway
     caches, rows = (cache.k, cache.v), (k, v)
-    rows = jax.tree.map(lambda c, r: narrowed(r.swapaxes(-3, -2), c.dtype), caches, rows)
+    rows = jax.tree.map(lambda c, r: _stored(r, c), caches, rows, is_leaf=lambda x: isinstance(x, Int8Rows))
 
     def one(b: Array | int, caches: tuple) -> tuple:
         mine = jax.tree.map(lambda r: jax.lax.dynamic_slice_in_dim(r, b, 1, r.ndim - 4), rows)

@@ -103,6 +103,7 @@ class Programs:
                 settings=self._settings,
                 dtype=self._dtype,
                 stacked=self.params[0].is_stacked,
+                int8_cache=self.models.int8_cache,
             )
             return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.replicas, *x.shape)), state)
 

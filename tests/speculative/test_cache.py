@@ -1,18 +1,27 @@
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from peagle_jax.speculative.cache import copy_slot, create_cache, reshaped, storage_dtype, write
+from peagle_jax.layers.quantized_rows import Int8Rows, widened
+from peagle_jax.speculative.cache import (
+    copy_slot,
+    create_cache,
+    position_bytes,
+    reshaped,
+    storage_dtype,
+    write,
+)
 
 SLOTS, G, POSITIONS, H, T = 4, 2, 9, 4, 5
 
 
-def filled(stacked: bool, count: int, slot: int = 0, dtype=jnp.float32):
+def filled(stacked: bool, count: int, slot: int = 0, dtype=jnp.float32, int8=False):
     """A cache of 3 layers after one write of T rows to each of ``count`` slots, and what it should hold."""
     rows = np.random.default_rng(0).normal(size=(2, 3, count, T, G, H)).astype(np.float32)
     k, v = (jnp.array(x) if stacked else tuple(jnp.array(x)) for x in rows)
     starts = np.array([1, 4][:count])
-    cache = create_cache(3, SLOTS, G, POSITIONS, H, dtype, stacked)
+    cache = create_cache(3, SLOTS, G, POSITIONS, H, jnp.dtype(dtype), stacked, int8)
     cache = write(cache, k, v, jnp.array(starts), jnp.zeros((count, T, 8)), slot)
     want = np.zeros((2, 3, SLOTS, G, POSITIONS, H), np.float32)
     for b in range(count):
@@ -21,7 +30,9 @@ def filled(stacked: bool, count: int, slot: int = 0, dtype=jnp.float32):
 
 
 def content(cache) -> np.ndarray:
-    return np.stack([np.stack([np.asarray(layer) for layer in part]) for part in (cache.k, cache.v)])
+    parts = [part if isinstance(part, tuple) else [part] for part in (cache.k, cache.v)]
+    found = [[widened(x) if isinstance(x, Int8Rows) else np.asarray(x) for x in part] for part in parts]
+    return np.stack([np.stack(part) if len(part) > 1 else part[0] for part in found])
 
 
 @pytest.mark.parametrize("stacked", [False, True])
@@ -47,6 +58,25 @@ def test_another_shape_keeps_the_slots_in_the_order_asked_for(stacked):
     assert not longer[..., POSITIONS:, :].any()
     shorter = content(reshaped(cache, jnp.array([1, 1, 2, 3, 0]), 7))
     np.testing.assert_array_equal(shorter, want[:, :, [1, 1, 2, 3, 0], :, :7])
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_int8_rows_are_written_copied_and_reshaped_with_their_scales(stacked):
+    cache, want = filled(stacked, 2, int8=True)
+    step = np.abs(want).max(-1, keepdims=True) / 127
+    assert cache.positions == POSITIONS
+    assert np.all(np.abs(content(cache) - want) <= step * 0.5001)
+    moved = content(copy_slot(cache, jnp.int32(1), jnp.int32(3), jnp.int32(POSITIONS)))
+    np.testing.assert_array_equal(moved[:, :, 3], content(cache)[:, :, 1])
+    longer = content(reshaped(cache, jnp.array([1, 0]), 12))
+    np.testing.assert_array_equal(longer[..., :POSITIONS, :], content(cache)[:, :, [1, 0]])
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_the_bytes_of_a_position_are_those_of_the_arrays(int8):
+    cache = create_cache(3, SLOTS, G, POSITIONS, H, jnp.dtype(jnp.uint16), False, int8)
+    taken = sum(x.nbytes for x in jax.tree.leaves(cache))
+    assert taken == SLOTS * POSITIONS * position_bytes(3, G, H, jnp.dtype(jnp.bfloat16), int8)
 
 
 def test_bfloat16_is_stored_as_its_bits_on_a_cpu_only():

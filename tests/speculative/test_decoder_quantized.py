@@ -22,8 +22,8 @@ def target(kind, stacked=False):
     return stack_layers(params) if stacked else params
 
 
-def tokens(params, head=None, **options):
-    spec = SpecConfig(3, "peagle") if head is not None else SpecConfig()
+def tokens(params, head=None, k=3, **options):
+    spec = SpecConfig(k, "peagle") if head is not None else SpecConfig()
     decoder = Decoder(WIDE, params, CFG, head, spec, max_model_len=64, prefill_chunk=8, **options)
     results = list(decoder.generate([5, 6, 7, 8, 9, 10, 11, 12, 13, 14], max_tokens=40))
     return [t for r in results for t in r.tokens]
@@ -35,3 +35,29 @@ def test_a_head_changes_no_token(kind, stacked):
     plain = tokens(params)
     assert len(plain) == 40
     assert tokens(params, head_params(CFG)) == plain
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_head_changes_no_token_of_an_int8_cache(stacked):
+    """Rows see each other in a wide step as they are stored, so plain decode sees the same."""
+    params = stack_layers(target_params(WIDE)) if stacked else target_params(WIDE)
+    plain = tokens(params, int8_cache=True)
+    assert len(plain) == 40
+    assert tokens(params, head_params(CFG), 7, int8_cache=True) == plain
+    if not stacked:
+        assert plain != tokens(params)  # so the cache was in use
+
+
+def test_a_heads_cache_keeps_the_dtype_of_the_computation():
+    decoder = Decoder(
+        WIDE,
+        target_params(WIDE),
+        CFG,
+        head_params(CFG),
+        SpecConfig(3, "peagle"),
+        max_model_len=64,
+        int8_cache=True,
+    )
+    state = decoder._programs.state
+    assert state.target_cache.k[0].values.dtype == "int8"
+    assert state.drafter_cache.k[0].dtype == "float32"

@@ -32,7 +32,7 @@ from peagle_jax.arguments import run_command
 from peagle_jax.layers.attention import causal_mask
 from peagle_jax.models import stack
 from peagle_jax.models.stack import TargetParams
-from peagle_jax.speculative.cache import KVCache, create_cache, position_bytes, storage_dtype, write
+from peagle_jax.speculative.cache import KVCache, create_cache, row_bytes, storage_dtype, write
 from peagle_jax.speculative.sampling import SamplingParams
 
 CONSOLE = Console(stderr=True)
@@ -71,7 +71,7 @@ def perplexity(loaded: commands.Loaded, windows: np.ndarray) -> float:
     shape = (cfg.num_layers, 1, block.num_kv_heads, WINDOW, block.head_dim)
     total, count = 0.0, 0
     for window in windows:
-        cache = create_cache(*shape, dtype, params.is_stacked, loaded.int8_cache)
+        cache = create_cache(*shape, dtype, params.is_stacked, int8=loaded.int8_cache)
         for start in range(0, WINDOW, STEP):
             cache, found = _step(cfg, params, cache, jnp.asarray(window)[None], start)
             total, count = total + float(found.sum()), count + found.size
@@ -96,9 +96,10 @@ def sizes_of(loaded: commands.Loaded) -> dict[str, Any]:
         "quantization": loaded.target.quantization,
         "kv_cache_dtype": loaded.kv_cache_dtype,
         "weight_bytes": sum(x.nbytes for x in jax.tree.leaves(loaded.target.params)),
-        "kv_bytes_a_token": position_bytes(
-            cfg.num_layers, block.num_kv_heads, block.head_dim, loaded.dtype, loaded.int8_cache
-        ),
+        "kv_bytes_a_token": 2
+        * cfg.num_layers
+        * block.num_kv_heads
+        * row_bytes(block.head_dim, loaded.dtype, loaded.int8_cache),
     }
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import math
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +15,17 @@ from peagle_jax.arguments import CommandError
 from peagle_jax.checkpoint.folder import local_path
 from peagle_jax.checkpoint.head import default_head_path, load_head
 from peagle_jax.checkpoint.model import LoadedTarget, load_target
-from peagle_jax.checkpoint.quantization import QUANTIZATIONS
 from peagle_jax.config import DrafterConfig, Method, SpecConfig, TargetConfig
 from peagle_jax.drafter.head import DrafterParams
-from peagle_jax.layers.quantized import QuantizedWeight
-from peagle_jax.speculative.cache import position_bytes
+from peagle_jax.parallel.replicate import Backend
+from peagle_jax.precision import describe_cache, describe_quantization
+from peagle_jax.speculative.cache import row_bytes
 from peagle_jax.speculative.decoder import Decoder
+from peagle_jax.speculative.placement import Placement
 from peagle_jax.speculative.request import Request, settings_of
+from peagle_jax.speculative.sizes import PREFILL_CHUNK, rings_of
 
 DTYPES = ("auto", "float32", "bfloat16")
-KV_CACHE_DTYPES = ("auto", "int8")
 DEFAULT_TOKENS = 5
 """K when none is asked for. A draft that far ahead is seldom right, and each costs a row to verify."""
 CPU_CONTEXT = 2048
@@ -70,6 +68,7 @@ class Loaded:
     head: Head | None
     num_speculative_tokens: int
     dtype: jnp.dtype
+    placement: Placement | None = None  # None: the first device
     kv_cache_dtype: str = "auto"
 
     def spec(self, rounds: int = 1) -> SpecConfig:
@@ -96,17 +95,20 @@ class Loaded:
             ConfigError: the head does not fit the target, or K is above what it was trained for.
             CommandError: the machine has no memory for such a context.
         """
-        check_memory(self.target, max_model_len, self.dtype, self.int8_cache)
+        check_memory(self, max_model_len)
         head = self.head if speculative and self.num_speculative_tokens else None
+        spec = self.spec(rounds) if head else SpecConfig(rounds=rounds)
         if memory_utilization is not None:
-            options["kv_tokens"] = kv_room(self, memory_utilization, options.get("batch", 1))
+            rings = rings_of(self.target.config, options.get("prefill_chunk", PREFILL_CHUNK), spec)
+            options["kv_tokens"] = kv_room(self, memory_utilization, options.get("batch", 1), rings)
         return Decoder(
             self.target.config,
             self.target.params,
             head and head.config,
             head and head.params,
-            self.spec(rounds) if head else SpecConfig(rounds=rounds),
+            spec,
             max_model_len=max_model_len,
+            placement=self.placement,
             int8_cache=self.int8_cache,
             **options,
         )
@@ -114,6 +116,26 @@ class Loaded:
     @property
     def int8_cache(self) -> bool:
         return self.kv_cache_dtype == "int8"
+
+
+def placement(
+    data: int, tensor: int, backend: Backend | None = None, draft_tensor: int | None = None
+) -> Placement:
+    """The first ``data`` x ``tensor`` devices; see ``Placement.on``.
+
+    Raises:
+        CommandError: this machine does not have them.
+        ConfigError: settings that contradict each other.
+    """
+    found = jax.device_count()
+    if tensor < 1 or data * tensor > found:
+        replicas = f"--data-parallel-size {data} x " if data > 1 else ""
+        there = "is 1 device" if found == 1 else f"are {found} devices"
+        raise CommandError(
+            f"{replicas}--tensor-parallel-size {tensor} asks for {data * tensor} devices, but there {there}; "
+            f"ask for 1 to {found}"
+        )
+    return Placement.on(jax.devices()[: data * tensor], tensor, backend, draft_tensor)
 
 
 def load(
@@ -126,6 +148,7 @@ def load(
     dtype: str = "auto",
     revision: str | None = None,
     tokenizer: str | None = None,
+    placement: Placement | None = None,
     quantization: str | None = None,
     kv_cache_dtype: str = "auto",
 ) -> Loaded:
@@ -140,11 +163,13 @@ def load(
         method: what the head must be; None accepts what it is.
         speculate: no head is an error, unless num_speculative_tokens is 0.
         revision: of the hub id that ``model`` then must be.
-        quantization: of the target's matrices, one of QUANTIZATIONS; a head keeps its dtype.
-        kv_cache_dtype: of the target's keys and values, one of KV_CACHE_DTYPES.
+        placement: the devices, to which each tensor goes as it is read (default: the first device).
+        quantization: of the target's matrices, int8, int4 or gguf; a head keeps its dtype.
+        kv_cache_dtype: of the target's keys and values, auto or int8.
 
     Raises:
         CheckpointError: a model or head that cannot be loaded.
+        ConfigError: a dimension that cannot be split over the devices.
         CommandError: settings that contradict each other or the head.
     """
     if num_speculative_tokens is not None and num_speculative_tokens < 0:
@@ -170,47 +195,25 @@ def load(
         name = "the embedded model" if model is None else model
         raise CommandError(f"{found} but there is no head for {name}; name one, or leave it out")
     chosen = resolve_dtype(dtype)
+    mesh = placement and placement.mesh
+    if quantization is not None and placement is not None and placement.tensor > 1:
+        raise CommandError(
+            f"--quantization {quantization} and --tensor-parallel-size {placement.tensor}: quantised weights "
+            "are not split over devices; leave one of them out"
+        )
     target = load_target(
-        model, dtype=chosen, revision=revision, tokenizer=tokenizer, quantization=quantization
+        model, dtype=chosen, revision=revision, tokenizer=tokenizer, mesh=mesh, quantization=quantization
     )
     if head is None or num_speculative_tokens == 0:
-        return Loaded(target, None, 0, chosen, kv_cache_dtype)
-    config, params = load_head(head, target.config, target.params, dtype=chosen)
+        return Loaded(target, None, 0, chosen, placement, kv_cache_dtype)
+    split = placement is None or placement.split_head
+    config, params = load_head(head, target.config, target.params, dtype=chosen, mesh=mesh, split=split)
     _check_method(config, method, head)
     if num_speculative_tokens is None:
         trained = DEFAULT_TOKENS if config.method == "eagle3" else config.num_depths
         num_speculative_tokens = min(trained, DEFAULT_TOKENS)
-    return Loaded(target, Head(config, params, head), num_speculative_tokens, chosen, kv_cache_dtype)
-
-
-def add_quantization(add: Callable[..., Any]) -> None:
-    """``--quantization`` on a parser, by its ``add_argument``."""
-    add(
-        "--quantization",
-        "-q",
-        choices=QUANTIZATIONS,
-        help="of the model's matrices: int8, int4, or gguf, packed as the file has them (default: none)",
-    )
-
-
-def kv_cache_dtype(text: str) -> str:
-    """An argument's type: one of KV_CACHE_DTYPES."""
-    if text in KV_CACHE_DTYPES:
-        return text
-    why = "no kernel here reads fp8; int8 takes as much memory" if text.startswith("fp8") else "no such dtype"
-    raise argparse.ArgumentTypeError(
-        f"must be one of {', '.join(KV_CACHE_DTYPES)}, found {text[:40]!r}: {why}"
-    )
-
-
-def add_kv_cache_dtype(add: Callable[..., Any]) -> None:
-    """``--kv-cache-dtype`` on a parser, by its ``add_argument``."""
-    add(
-        "--kv-cache-dtype",
-        type=kv_cache_dtype,
-        default="auto",
-        metavar="{auto,int8}",
-        help="of the model's keys and values: auto is that of the computation; a head's always are in that",
+    return Loaded(
+        target, Head(config, params, head), num_speculative_tokens, chosen, placement, kv_cache_dtype
     )
 
 
@@ -254,11 +257,9 @@ def context_limit(target: LoadedTarget, wanted: int | None = None) -> int:
     return wanted
 
 
-def check_memory(
-    target: LoadedTarget, max_model_len: int, dtype: jnp.dtype, int8_cache: bool = False
-) -> None:
+def check_memory(loaded: Loaded, max_model_len: int) -> None:
     """Raises CommandError for a context whose keys and values alone are more than the memory there is."""
-    available, position = _device_memory(), _position_bytes(target.config, dtype, int8_cache)
+    available, position = _device_memory(), _position_bytes(loaded.target.config, loaded, split=True)[0]
     needed = position * max_model_len
     if available and needed > available:
         raise CommandError(
@@ -268,9 +269,10 @@ def check_memory(
         )
 
 
-def kv_room(loaded: Loaded, utilization: float, slots: int) -> int | None:
-    """Positions of the target's and the head's caches that fit ``utilization`` of the memory, beside the
-    weights and the settings of ``slots`` requests; None where the memory's size is not known.
+def kv_room(loaded: Loaded, utilization: float, slots: int, rings: tuple[int, ...] = ()) -> int | None:
+    """Positions of the target's and the head's caches that fit ``utilization`` of a device's memory, beside
+    its weights, the settings of ``slots`` requests and their ``rings`` (``Sizes``); None where the memory's
+    size is not known.
 
     Raises:
         CommandError: the weights and settings alone take it.
@@ -280,12 +282,13 @@ def kv_room(loaded: Loaded, utilization: float, slots: int) -> int | None:
         return None
     head = loaded.head
     arrays = {id(x): x for x in jax.tree.leaves((loaded.target.params, head and head.params))}
-    weights = sum(x.nbytes for x in arrays.values())  # a head may share the target's
-    position = _position_bytes(loaded.target.config, loaded.dtype, loaded.int8_cache)
+    weights = sum(x.addressable_shards[0].data.nbytes for x in arrays.values())  # a head may share
+    position, slot = _position_bytes(loaded.target.config, loaded, rings, split=True)
     if head is not None:
-        position += _position_bytes(head.config, loaded.dtype)
+        split = loaded.placement is not None and loaded.placement.split_head
+        position += _position_bytes(head.config, loaded, split=split)[0]
     settings = jax.tree.leaves(settings_of(Request([0]), 1, loaded.target.config.vocab_size))
-    taken = weights + slots * sum(x.nbytes for x in settings)
+    taken = weights + slots * (slot + sum(x.nbytes for x in settings))
     left = int(available * utilization) - taken
     if left < position:
         raise CommandError(
@@ -293,11 +296,18 @@ def kv_room(loaded: Loaded, utilization: float, slots: int) -> int | None:
             f"of the machine's memory are {available * utilization / 2**30:.1f}; raise "
             f"--gpu-memory-utilization, or load less"
         )
-    return left // position
+    return left // max(position, 1)  # a target may have windows in all layers
 
 
-def _position_bytes(config: TargetConfig | DrafterConfig, dtype: jnp.dtype, int8: bool = False) -> int:
-    return position_bytes(config.num_layers, config.block.num_kv_heads, config.block.head_dim, dtype, int8)
+def _position_bytes(
+    config: TargetConfig | DrafterConfig, loaded: Loaded, rings: tuple[int, ...] = (), *, split: bool
+) -> tuple[int, int]:
+    """Bytes that the keys and values of one token take on a device, and those of a slot's rings."""
+    parts = loaded.placement.tensor if loaded.placement is not None and split else 1
+    int8 = loaded.int8_cache and config is loaded.target.config
+    layer = 2 * config.block.num_kv_heads // parts * row_bytes(config.block.head_dim, loaded.dtype, int8)
+    bounds = (rings or (0,)) * (config.num_layers // len(rings or (0,)))
+    return layer * sum(ring == 0 for ring in bounds), layer * sum(bounds)
 
 
 def _device_memory() -> int | None:
@@ -312,23 +322,6 @@ def _machine_memory() -> int | None:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):  # Windows
         return None
-
-
-def describe_quantization(target: LoadedTarget) -> str:
-    """What of a quantised target is quantised, and what that saves."""
-    leaves = jax.tree.leaves(target.params, is_leaf=lambda x: isinstance(x, QuantizedWeight))
-    found = [w for w in leaves if isinstance(w, QuantizedWeight)]
-    bytes_, size = sum(w.nbytes for w in found), sum(math.prod(w.shape) for w in found)
-    whole = sum(w.nbytes for w in leaves)
-    return (
-        f"{target.quantization}, {8 * bytes_ / max(size, 1):.2f} bits a value: {size / 1e6:.1f} million in "
-        f"{bytes_ / 1e6:.1f} MB; all weights {whole / 1e6:.1f} MB"
-    )
-
-
-def _describe_cache(loaded: Loaded) -> str:
-    taken, plain = (_position_bytes(loaded.target.config, loaded.dtype, int8) for int8 in (True, False))
-    return f"int8, {taken} bytes a token instead of {plain}"
 
 
 def describe(loaded: Loaded, max_model_len: int) -> list[tuple[str, Any]]:
@@ -353,8 +346,26 @@ def describe(loaded: Loaded, max_model_len: int) -> list[tuple[str, Any]]:
         ]
     return [
         *lines,
+        *_lie(loaded),
         ("dtype", f"{loaded.dtype.name} on {jax.default_backend()}"),
         *([("quantization", describe_quantization(loaded.target))] if loaded.target.quantization else []),
-        *([("KV cache", _describe_cache(loaded))] if loaded.int8_cache else []),
+        *([("KV cache", describe_cache(loaded.target.config, loaded.dtype))] if loaded.int8_cache else []),
         ("max_model_len", max_model_len),
     ]
+
+
+def _lie(loaded: Loaded) -> list[tuple[str, Any]]:
+    """How the weights lie on several devices."""
+    placement, head = loaded.placement, loaded.head
+    if placement is None or placement.mesh.size == 1:
+        return []
+    shape = f"data {placement.replicas} x tensor {placement.tensor}: {placement.mesh.size} devices"
+    hosts = f", {jax.process_count()} processes" if placement.several_hosts else ""
+    lines: list[tuple[str, Any]] = [("mesh", f"{shape}{hosts}, replicated by {placement.backend}")]
+    if placement.tensor > 1:
+        kv = loaded.target.config.block.num_kv_heads // placement.tensor
+        parts = f"in {placement.tensor} parts"
+        lines.append(("target lies", f"{parts}, {kv} kv head{'s' * (kv > 1)} each"))
+        if head is not None:
+            lines.append(("head lies", parts if placement.split_head else "whole on every device"))
+    return lines

@@ -4,7 +4,7 @@ Dimension letters, used in every docstring and einsum of the project:
 
     B batch    T query tokens      S cache slots    K draft tokens    L layers
     D width    F ffn width         N query heads    G kv heads        H head dim
-    V vocab    W drafter slots     C fused taps     R rounds
+    V vocab    W drafter slots     C fused taps     R rounds         E experts
 """
 
 from __future__ import annotations
@@ -102,8 +102,31 @@ class RopeConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class MoeConfig:
+    """A mixture of experts in place of a block's MLP: ``top_k`` of ``num_experts`` for each token.
+
+    ``norm_topk_prob``: an expert's weight is its share among the chosen ones; otherwise among all.
+    """
+
+    num_experts: int
+    top_k: int
+    norm_topk_prob: bool = True
+
+    def __post_init__(self) -> None:
+        _require_kinds(self)
+        _require(
+            0 < self.top_k <= self.num_experts,
+            f"num_experts_per_tok must be in 1..{self.num_experts} (num_experts), found {self.top_k}",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class BlockConfig:
-    """One decoder block, shared by targets and heads."""
+    """One decoder block, shared by targets and heads.
+
+    ``intermediate_size`` is that of one expert where there is a ``moe``. ``swiglu_limit`` clamps the gate
+    (above) and the up branch (both ways) of gpt-oss's own SwiGLU; None is the usual one.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -112,6 +135,8 @@ class BlockConfig:
     head_dim: int
     rms_norm_eps: float = 1e-5
     rope: RopeConfig = RopeConfig()
+    moe: MoeConfig | None = None
+    swiglu_limit: float | None = None
 
     def __post_init__(self) -> None:
         _require_kinds(self)
@@ -125,11 +150,17 @@ class BlockConfig:
             f"num_key_value_heads ({self.num_kv_heads})",
         )
         _require(self.head_dim % 2 == 0, f"head_dim must be even for RoPE, found {self.head_dim}")
+        limit = self.swiglu_limit
+        _require(limit is None or limit > 0, f"swiglu_limit must be positive, found {limit}")
 
 
 @dataclasses.dataclass(frozen=True)
 class TargetConfig:
-    """A target model. ``family`` names the module in ``peagle_jax.models`` that built it."""
+    """A target model. ``family`` names the module in ``peagle_jax.models`` that built it.
+
+    ``windows``: how many positions each layer sees, its own included; 0 is all of them. Empty: all layers
+    see all.
+    """
 
     family: str
     block: BlockConfig
@@ -139,12 +170,18 @@ class TargetConfig:
     tie_word_embeddings: bool = False
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+    windows: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _require_kinds(self)
         for name in ("vocab_size", "num_layers", "max_position"):
             value = getattr(self, name)
             _require(value > 0, f"{name} must be positive, found {value}")
+        _require(
+            not self.windows or len(self.windows) == self.num_layers,
+            f"{len(self.windows)} layer windows for {self.num_layers} layers; expected one each",
+        )
+        _require(min(self.windows, default=0) >= 0, f"windows must not be negative, found {self.windows}")
         named = {"eos_token_id": self.eos_token_ids, "bos_token_id": (self.bos_token_id,)}
         for name, ids in named.items():
             wrong = [i for i in ids if i is not None and not 0 <= i < self.vocab_size]
@@ -157,6 +194,19 @@ class TargetConfig:
     @property
     def hidden_size(self) -> int:
         return self.block.hidden_size
+
+    @property
+    def layer_windows(self) -> tuple[int, ...]:
+        """The window of every layer, 0 where it sees all."""
+        return self.windows or (0,) * self.num_layers
+
+    @property
+    def cycle(self) -> int:
+        """After how many layers the windows repeat: a scan runs so many layers a step."""
+        windows, count = self.layer_windows, self.num_layers
+        return next(
+            p for p in range(1, count + 1) if count % p == 0 and windows == windows[:p] * (count // p)
+        )
 
 
 def default_taps(num_layers: int) -> tuple[int, int, int]:

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from peagle_jax import commands
+from peagle_jax import commands, precision
 from peagle_jax.arguments import CommandError, Parser, add_model, named, run_command, utf8
 from peagle_jax.commands import Loaded
 from peagle_jax.config import TargetConfig
@@ -99,8 +99,8 @@ def _logits_of_row(
 ) -> jnp.ndarray:
     document = jnp.zeros_like(tokens)
 
-    def attend(q: jnp.ndarray, k: jnp.ndarray, v: jnp.ndarray) -> jnp.ndarray:
-        return packed_attention(q, k, v, document, params.embed.dtype)
+    def attend(q: jnp.ndarray, k: jnp.ndarray, v: jnp.ndarray, **layer: Any) -> jnp.ndarray:
+        return packed_attention(q, k, v, document, params.embed.dtype, **layer)
 
     out = stack.forward_packed(params, cfg, tokens, jnp.arange(tokens.shape[1])[None], attend)
     return stack.logits(params, cfg, out.hidden[:, row])[0]
@@ -180,8 +180,17 @@ def build_parser() -> Parser:
     add("--min-p", type=float, default=0.0, help="drop tokens below this share of the best's probability")
     add("--seed", type=int, default=0, help="the same seed gives the same tokens, with any head (default: 0)")
     add("--dtype", choices=commands.DTYPES, default="auto", help="of the weights (default: auto)")
-    commands.add_quantization(add)
-    commands.add_kv_cache_dtype(add)
+    add(
+        "--tensor-parallel-size",
+        "-tp",
+        type=int,
+        default=1,
+        metavar="N",
+        help="devices to split the model over",
+    )
+    add("--draft-tensor-parallel-size", type=int, metavar="N", help="1: the head is whole on each of them")
+    precision.add_quantization(add)
+    precision.add_kv_cache_dtype(add)
     add("--raw", action="store_true", help="the prompt as it is, without the model's chat template")
     add("--compare", action="store_true", help="also decode without the head, and compare tokens and speed")
     add("--json", action="store_true", help="print one JSON object and nothing else")
@@ -209,6 +218,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         dtype=args.dtype,
         revision=args.revision,
         tokenizer=args.tokenizer,
+        placement=commands.placement(1, args.tensor_parallel_size, None, args.draft_tensor_parallel_size),
         quantization=args.quantization,
         kv_cache_dtype=args.kv_cache_dtype,
     )

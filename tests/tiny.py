@@ -5,9 +5,12 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
-from peagle_jax.config import BlockConfig, DrafterConfig, RopeConfig, TargetConfig
+from peagle_jax.checkpoint.tensors import layer_shapes
+from peagle_jax.config import BlockConfig, DrafterConfig, MoeConfig, RopeConfig, TargetConfig
 from peagle_jax.drafter.head import DrafterParams
 from peagle_jax.layers.block import BlockParams
+from peagle_jax.layers.moe import Experts
+from peagle_jax.models.gpt_oss import GPT_OSS as GPT_OSS_FAMILY
 from peagle_jax.models.stack import TargetParams
 
 VOCAB = 53
@@ -29,6 +32,16 @@ WIDE = TargetConfig(
     eos_token_ids=(VOCAB - 1,),
 )
 """Of inputs that four-bit weights can have."""
+GPT_OSS = TargetConfig(
+    family="gpt_oss",
+    block=BlockConfig(12, 10, 4, 2, 6, 1e-5, RopeConfig(theta=1000.0), MoeConfig(7, 3), 1.5),
+    vocab_size=VOCAB,
+    num_layers=6,
+    max_position=1024,
+    eos_token_ids=(VOCAB - 1,),
+    windows=(8, 0) * 3,
+)
+"""Everything that a block can have: experts, sinks, biases, windows."""
 
 
 def head_config(
@@ -57,6 +70,20 @@ def _matrices(seed: int, scale: float = 0.5):
 def block(make, cfg: BlockConfig, inputs: int | None = None) -> BlockParams:
     d, f, h = cfg.hidden_size, cfg.intermediate_size, cfg.head_dim
     i = inputs or d
+    if cfg.moe is not None:
+        shapes = layer_shapes(cfg)
+        fields = GPT_OSS_FAMILY.layer_fields({})
+        count = cfg.moe.num_experts
+        own = {field: make(*shapes[field]) + ("norm" in field) for field in fields}
+        experts = Experts(
+            make(count, f, d),
+            make(count, f, d),
+            make(count, d, f),
+            make(count, f),
+            make(count, f),
+            make(count, d),
+        )
+        return BlockParams(**own, w_gate=None, w_up=None, w_down=None, experts=experts)
     return BlockParams(
         attn_norm=1 + make(d) * 0.2,
         wq=make(i, cfg.num_heads * h).T,

@@ -3,6 +3,7 @@ two places give differently is an error that names both."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,9 +22,11 @@ from peagle_jax.checkpoint.fields import (
     texts,
     token_ids,
 )
-from peagle_jax.config import BlockConfig, ConfigError, RopeConfig, TargetConfig
+from peagle_jax.config import BlockConfig, ConfigError, MoeConfig, RopeConfig, TargetConfig
+from peagle_jax.layers.block import SWIGLU_ALPHA
 from peagle_jax.models import registry
 from peagle_jax.models.family import Family
+from peagle_jax.models.llama import LLAMA
 
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _ROPE_GROUPS = ("rope_parameters", "rope_scaling")
@@ -95,22 +98,87 @@ def read_rope(
         raise CheckpointError(f"{place}: {error}") from error
 
 
-def check_full_attention(config: Config, num_layers: int, place: str) -> None:
-    """Raises CheckpointError when a layer attends through a sliding window.
+def read_windows(config: Config, family: Family, num_layers: int, place: str) -> tuple[int, ...]:
+    """Each layer's window, 0 where it sees all positions; empty where all layers do.
 
-    A window that no layer uses (``use_sliding_window`` false, or all layers below
-    ``max_window_layers``) does not matter.
+    ``layer_types`` say it, or ``use_sliding_window`` with ``max_window_layers`` (Qwen2, Qwen3); gpt-oss's
+    layers alternate where neither does, from a sliding one on.
+
+    Raises:
+        CheckpointError: a kind of layer is not supported, or there is no width for a sliding one.
     """
     kinds = texts(config, "layer_types", place)
-    window = optional_integer(config, "sliding_window", place)
+    window = optional_integer(config, "sliding_window", place, 1)
     on = boolean(config, "use_sliding_window", place)
     windowed_from = integer(config, "max_window_layers", place, 28)
-    if kinds:
-        used = ", ".join(sorted({kind for kind in kinds[:num_layers] if kind != "full_attention"}))
-    else:
-        used = "sliding_attention" if on and window and num_layers > windowed_from else ""
-    if used:
-        raise CheckpointError(f"{place} asks for {used} (window {window}); expected full attention only")
+    sliding, full = "sliding_attention", "full_attention"
+    if not kinds and family.alternates:
+        kinds = tuple((sliding, full)[i % 2] for i in range(num_layers))
+    elif not kinds and on and window:
+        kinds = tuple(sliding if i >= windowed_from else full for i in range(num_layers))
+    if not kinds:
+        return ()
+    wrong = sorted({kind for kind in kinds[:num_layers] if kind not in (sliding, full)})
+    if wrong or len(kinds) < num_layers:
+        found = ", ".join(wrong) if wrong else f"{len(kinds)} of {num_layers} layers"
+        raise CheckpointError(f"{place}: layer_types has {found}; expected {sliding} or {full} for each")
+    if sliding in kinds[:num_layers] and window is None:
+        raise CheckpointError(
+            f"{place}: layers are of {sliding}, but there is no sliding_window; expected one"
+        )
+    windows = tuple((window or 0) if kind == sliding else 0 for kind in kinds[:num_layers])
+    return windows if any(windows) else ()
+
+
+def check_full_attention(config: Config, num_layers: int, place: str) -> None:
+    """Raises CheckpointError when a layer of a head attends through a sliding window."""
+    windows = read_windows(config, LLAMA, num_layers, place)
+    if windows:
+        raise CheckpointError(
+            f"{place} asks for sliding_attention (window {max(windows)}); expected full attention only"
+        )
+
+
+def read_moe(config: Config, family: Family, place: str) -> MoeConfig | None:
+    """The mixture of experts of a family that has one.
+
+    Raises:
+        CheckpointError: a dense family's config names experts, a key is missing, or some layers are dense.
+    """
+    found = {key: count for key in _EXPERT_KEYS if (count := optional_integer(config, key, place))}
+    if family.experts is None:
+        for key, experts in found.items():
+            raise CheckpointError(
+                f"{place} is a mixture of experts ({key} {experts}); expected a dense model"
+            )
+        return None
+    experts = agreed(found, "the number of experts", place)
+    if experts is None:
+        raise CheckpointError(f"{place} has no {_EXPERT_KEYS[0]}; expected the number of experts")
+    chosen = {
+        key: optional_integer(config, key, place) for key in ("num_experts_per_tok", "experts_per_token")
+    }
+    top_k = agreed(chosen, "the number of experts a token", place)
+    if top_k is None:
+        raise CheckpointError(
+            f"{place} has no num_experts_per_tok; expected how many experts a token goes to"
+        )
+    if config.get("mlp_only_layers") or integer(config, "decoder_sparse_step", place, 1) != 1:
+        raise CheckpointError(
+            f"{place}: some layers are dense (mlp_only_layers, decoder_sparse_step); "
+            "expected a mixture of experts in each"
+        )
+    shared = optional_integer(config, "shared_expert_intermediate_size", place)
+    if shared:
+        raise CheckpointError(f"{place}: has a shared expert of width {shared}; expected none")
+    alpha = number(config, "swiglu_alpha", place, SWIGLU_ALPHA)
+    if alpha != SWIGLU_ALPHA:
+        raise CheckpointError(f"{place}: swiglu_alpha is {alpha}; expected {SWIGLU_ALPHA}")
+    normed = family.name == "gpt_oss" or boolean(config, "norm_topk_prob", place)
+    try:
+        return MoeConfig(experts, top_k, normed)
+    except ConfigError as error:
+        raise CheckpointError(f"{place}: {error}") from error
 
 
 def read_block(
@@ -172,6 +240,17 @@ def family_of(config: Config, place: str) -> Family:
     raise CheckpointError(f"{place} has neither architectures nor model_type; expected a model's config")
 
 
+def _check_precision(keys: Config, family: Family, place: str) -> None:
+    """Raises CheckpointError when the weights are quantised in a way that is not read."""
+    if not section(keys, "quantization_config", place):
+        return
+    method = text(keys, "quantization_config.quant_method", place) or "an unnamed method"
+    if (family.experts, method) != ("gpt_oss", "mxfp4"):
+        raise CheckpointError(
+            f"{place}: the weights are quantised ({method}); load the unquantised checkpoint, or a GGUF file"
+        )
+
+
 def read_target_config(config: Config, generation: Config, place: str) -> TargetConfig:
     """A target's config. ``generation`` is its ``generation_config.json``, empty when there is none.
 
@@ -181,21 +260,15 @@ def read_target_config(config: Config, generation: Config, place: str) -> Target
         CheckpointError: a key is missing, contradicts another, or asks for what is not supported.
     """
     family, keys = family_of(config, place), text_config(config, place)
-    if section(keys, "quantization_config", place):
-        method = text(keys, "quantization_config.quant_method", place) or "an unnamed method"
-        raise CheckpointError(
-            f"{place}: the weights are quantised ({method}); load the unquantised checkpoint, or a GGUF file"
-        )
-    for key in _EXPERT_KEYS:
-        if experts := optional_integer(keys, key, place):
-            raise CheckpointError(
-                f"{place} is a mixture of experts ({key} {experts}); expected a dense model"
-            )
+    _check_precision(keys, family, place)
     num_layers = integer(keys, "num_hidden_layers", place)
-    check_full_attention(keys, num_layers, place)
+    moe = read_moe(keys, family, place)
+    if moe is not None and family.experts == "each":
+        keys = {**keys, "intermediate_size": integer(keys, "moe_intermediate_size", place)}
     block = read_block(
         keys, place, default_theta=family.default_rope_theta, default_eps=family.default_rms_norm_eps
     )
+    limit = number(keys, "swiglu_limit", place, 7.0) if family.experts == "gpt_oss" else None
     eos = [
         *token_ids(generation, "eos_token_id", place),
         *token_ids(keys, "eos_token_id", place),
@@ -204,9 +277,10 @@ def read_target_config(config: Config, generation: Config, place: str) -> Target
     try:
         return TargetConfig(
             family=family.name,
-            block=block,
+            block=dataclasses.replace(block, moe=moe, swiglu_limit=limit),
             vocab_size=integer(keys, "vocab_size", place),
             num_layers=num_layers,
+            windows=read_windows(keys, family, num_layers, place),
             max_position=integer(keys, "max_position_embeddings", place),
             tie_word_embeddings=boolean(keys, "tie_word_embeddings", place),
             eos_token_ids=tuple(dict.fromkeys(eos)),

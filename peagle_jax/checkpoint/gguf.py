@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from jax.typing import DTypeLike
 
 from peagle_jax.checkpoint import fields
 from peagle_jax.checkpoint.errors import CheckpointError
+from peagle_jax.checkpoint.experts import read_gguf
 from peagle_jax.checkpoint.gguf_format import TensorData, read_header
+from peagle_jax.checkpoint.placing import Places
 from peagle_jax.checkpoint.quantization import block_weight
 from peagle_jax.checkpoint.tensors import Reader, Shape, gguf_name, read_target
-from peagle_jax.config import BlockConfig, ConfigError, RopeConfig, TargetConfig
+from peagle_jax.config import BlockConfig, ConfigError, MoeConfig, RopeConfig, TargetConfig
 from peagle_jax.layers.quantized import BlockWeight
 from peagle_jax.layers.rope import inverse_frequencies
 from peagle_jax.models import registry
@@ -24,6 +27,9 @@ from peagle_jax.models.family import MODEL_NAMES, Family
 from peagle_jax.models.stack import TargetParams
 
 _FREQUENCIES = "rope_freqs.weight"
+
+GPT_OSS_LIMIT = 7.0
+"""``swiglu_limit`` of every gpt-oss; GGUF has no key for it."""
 
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position": 8192}
 """Llama 3.1's and 3.2's scaling. GGUF keeps only the divisors that follow from it."""
@@ -135,6 +141,7 @@ def _rope(file: GGUFFile, head_dim: int) -> RopeConfig:
         original_max_position=file.integer("{arch}.rope.scaling.original_context_length", context),
         beta_fast=file.number("{arch}.rope.scaling.yarn_beta_fast", 32.0),
         beta_slow=file.number("{arch}.rope.scaling.yarn_beta_slow", 1.0),
+        truncate=file.family.experts != "gpt_oss",  # a rule of the family; GGUF has no key for it
     )
 
 
@@ -152,16 +159,36 @@ def _llama3_rope(file: GGUFFile, theta: float, head_dim: int) -> RopeConfig:
     return rope
 
 
+def _moe(file: GGUFFile) -> MoeConfig | None:
+    """The mixture of experts. llama.cpp knows the families' rules, so a file says the numbers alone.
+
+    Raises CheckpointError where the architecture and the numbers disagree.
+    """
+    experts = file.integer("{arch}.expert_count", 0)
+    if file.family.experts is None:
+        if experts:
+            raise CheckpointError(f"{file.place} is a mixture of experts; expected a dense model")
+        return None
+    try:
+        return MoeConfig(file.integer("{arch}.expert_count"), file.integer("{arch}.expert_used_count"))
+    except ConfigError as error:
+        raise CheckpointError(f"{file.place}: {error}") from error
+
+
+def _windows(file: GGUFFile, num_layers: int) -> tuple[int, ...]:
+    window = file.integer("{arch}.attention.sliding_window", 0)
+    if window and not file.family.alternates:
+        raise CheckpointError(f"{file.place} uses sliding-window attention; expected full attention")
+    return tuple(0 if i % 2 else window for i in range(num_layers)) if window else ()
+
+
 def read_config(file: GGUFFile) -> TargetConfig:
     """The target's config from the file's metadata.
 
     Raises:
         CheckpointError: a key is missing, or asks for what is not supported.
     """
-    if file.integer("{arch}.expert_count", 0):
-        raise CheckpointError(f"{file.place} is a mixture of experts; expected a dense model")
-    if file.integer("{arch}.attention.sliding_window", 0):
-        raise CheckpointError(f"{file.place} uses sliding-window attention; expected full attention")
+    moe, num_layers = _moe(file), file.integer("{arch}.block_count")
     kv_heads = _kv_heads(file)
     heads = file.integer("{arch}.attention.head_count")
     width = file.integer("{arch}.embedding_length")
@@ -179,18 +206,23 @@ def read_config(file: GGUFFile) -> TargetConfig:
     try:
         block = BlockConfig(
             hidden_size=width,
-            intermediate_size=file.integer("{arch}.feed_forward_length"),
+            intermediate_size=file.integer(
+                "{arch}.feed_forward_length" if moe is None else "{arch}.expert_feed_forward_length"
+            ),
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             rms_norm_eps=round_to_decimal(file.number("{arch}.attention.layer_norm_rms_epsilon")),
             rope=_rope(file, head_dim),
+            moe=moe,
+            swiglu_limit=GPT_OSS_LIMIT if file.family.experts == "gpt_oss" else None,
         )
         return TargetConfig(
             family=file.family.name,
             block=block,
             vocab_size=_vocab_size(file),
-            num_layers=file.integer("{arch}.block_count"),
+            num_layers=num_layers,
+            windows=_windows(file, num_layers),
             max_position=file.integer("{arch}.context_length"),
             tie_word_embeddings=MODEL_NAMES["lm_head"].gguf not in set(file.names()),
             eos_token_ids=tuple(dict.fromkeys(ids.values())),
@@ -237,11 +269,15 @@ def load_params(
     cfg: TargetConfig,
     dtype: DTypeLike = jnp.float32,
     stacked: bool = False,
+    places: Places | None = None,
     quantization: str | None = None,
 ) -> TargetParams:
     """The weights, decoded one tensor at a time. Raises CheckpointError as ``read_target`` does."""
     reader = Reader(file, quantization)
     flags = {"attention_bias": reader.has("blk.0.attn_q.bias"), "mlp_bias": reader.has("blk.0.ffn_up.bias")}
-    params = read_target(reader, cfg, file.family.layer_fields(flags), gguf_name, dtype, stacked)
+    name_of = partial(gguf_name, family=file.family)
+    experts = None if cfg.block.moe is None else read_gguf
+    wanted = file.family.layer_fields(flags)
+    params = read_target(reader, cfg, wanted, name_of, dtype, stacked, places, experts)
     reader.finish(ignore=lambda name: name == _FREQUENCIES)  # in the config already
     return params

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from safetensors.numpy import save_file
 
@@ -52,6 +53,8 @@ def load_head(
     taps: tuple[int, ...] | None = None,
     convention: Convention = "auto",
     revision: str | None = None,
+    mesh: Mesh | None = None,
+    split: bool = True,
 ) -> tuple[DrafterConfig, DrafterParams]:
     """A head of any supported layout, from a folder or hub id, for ``target``.
 
@@ -59,6 +62,7 @@ def load_head(
         dtype: of every float weight; a table shared with the target keeps the target's.
         taps: boundaries that replace the config's.
         convention: what the config's layer ids mean; see ``dialects.resolve_taps``.
+        mesh: a decoding mesh to place the weights on (default: the first device), in parts if ``split``.
 
     Returns:
         The config and weights. An embedding (or output table) that is absent or equal to the
@@ -66,13 +70,13 @@ def load_head(
 
     Raises:
         CheckpointError: the head contradicts itself, is for another model, or is not supported.
+        ConfigError: a dimension cannot be split over the mesh.
     """
     folder = resolve(str(ref), revision)
     place = str(folder / "config.json")
     facts = read_facts(read_json(folder / "config.json"), place)
-    return HeadLoader(facts, SafeTensors(folder), target, target_params, np.dtype(dtype), place).load(
-        taps, convention
-    )
+    loader = HeadLoader(facts, SafeTensors(folder), target, target_params, np.dtype(dtype), place)
+    return loader.load(taps, convention, mesh, split)
 
 
 def save_head(

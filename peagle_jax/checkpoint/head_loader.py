@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from peagle_jax.checkpoint import dialects
 from peagle_jax.checkpoint.config_reader import read_block
 from peagle_jax.checkpoint.dialects import HEAD_NAMES, Convention, HeadFacts, spelling
 from peagle_jax.checkpoint.errors import CheckpointError
 from peagle_jax.checkpoint.fields import agreed, boolean, integer
+from peagle_jax.checkpoint.placing import Places, same_array
 from peagle_jax.checkpoint.tensors import Reader, TensorSource, layer_shapes, read_layer
 from peagle_jax.config import BlockConfig, ConfigError, DrafterConfig, TargetConfig
 from peagle_jax.drafter.head import DrafterParams
@@ -60,10 +61,14 @@ class HeadLoader:
         return shape
 
     def take(self, field: str, shape: tuple[int, ...]) -> jax.Array:
-        return jnp.asarray(self.reader.take(self.name(field), shape, self.dtype))
+        return self.places.put(field, self.reader.take(self.name(field), shape, self.dtype))
 
     def load(
-        self, taps: tuple[int, ...] | None, convention: Convention
+        self,
+        taps: tuple[int, ...] | None,
+        convention: Convention,
+        mesh: Mesh | None = None,
+        split: bool = True,
     ) -> tuple[DrafterConfig, DrafterParams]:
         facts, target, place = self.facts, self.target, self.place
         self._check_target()
@@ -94,9 +99,10 @@ class HeadLoader:
             )
         except ConfigError as error:
             raise CheckpointError(f"{place}: {error}") from error
+        self.places = Places(mesh, cfg, split)
         params = self._params(cfg)
         self.reader.finish(ignore=lambda name: name.endswith("rotary_emb.inv_freq"))
-        return cfg, params
+        return self.places.config, params
 
     def _check_target(self) -> None:
         for key, found, expected in (
@@ -191,8 +197,7 @@ class HeadLoader:
         if self.facts.needs_qk_norm or set(extra) & set(QK_NORMS):
             extra += QK_NORMS
         fields = dict.fromkeys((*COMMON_FIELDS, *extra))
-        arrays = read_layer(self.reader, name_of, fields, shapes, self.dtype)
-        return {field: jnp.asarray(array) for field, array in arrays.items()}
+        return read_layer(self.reader, name_of, fields, shapes, self.dtype, self.places.put)
 
     def _table(self, field: str, shape: tuple[int, int], shared: jax.Array) -> jax.Array:
         """The head's table, or the target's own array where it is absent or equal."""
@@ -206,7 +211,7 @@ class HeadLoader:
         own = self.reader.raw(self.name(field), shape)
         # Compared in the file's dtype: a bfloat16 copy of a wider target's table is that table.
         table = dequantize(shared) if isinstance(shared, QuantizedWeight) else shared
-        if shared.shape == shape and np.array_equal(own, np.asarray(table).astype(own.dtype)):
+        if shared.shape == shape and same_array(own, table):
             return shared
         return self.take(field, shape)
 
@@ -221,7 +226,8 @@ class HeadLoader:
             raise CheckpointError(
                 f"{self.where}: tensor {name} has shape {list(found)}; expected [1, 1, {width}]"
             )
-        return self.take("mask_hidden", found).reshape(width)
+        mask = self.reader.take(name, found, self.dtype)
+        return self.places.put("mask_hidden", mask.reshape(width))
 
     def _map(self, cfg: DrafterConfig) -> jax.Array | None:
         in_draft = None
@@ -237,4 +243,4 @@ class HeadLoader:
         offsets = self.reader.raw(self.name("d2t"), (cfg.draft_vocab_size,))
         ids = dialects.draft_to_target(offsets, in_draft, cfg.vocab_size, self.where)
         identity = cfg.draft_vocab_size == cfg.vocab_size and not offsets.any()
-        return None if identity else jnp.asarray(ids)
+        return None if identity else self.places.put("draft_to_target", np.asarray(ids))

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from peagle_jax.checkpoint.config_reader import family_of, read_target_config, text_config
 from peagle_jax.checkpoint.errors import CheckpointError
+from peagle_jax.checkpoint.experts import EXPERTS
 from peagle_jax.checkpoint.fields import boolean
 from peagle_jax.checkpoint.folder import SafeTensors, read_json
+from peagle_jax.checkpoint.placing import Places
 from peagle_jax.checkpoint.tensors import Reader, hf_name, read_target
 from peagle_jax.config import TargetConfig
 from peagle_jax.models.stack import TargetParams
@@ -29,14 +33,19 @@ def read_generation(folder: Path) -> dict[str, Any]:
 
 
 def load_folder(
-    folder: Path, dtype: DTypeLike = jnp.float32, stacked: bool = False, quantization: str | None = None
+    folder: Path,
+    dtype: DTypeLike = jnp.float32,
+    stacked: bool = False,
+    mesh: Mesh | None = None,
+    quantization: str | None = None,
 ) -> tuple[TargetConfig, TargetParams]:
-    """Config and weights of a target.
+    """Config and weights of a target, on a decoding ``mesh`` or on the first device.
 
     An output table that differs from the embedding is kept even if the config ties them.
 
     Raises:
         CheckpointError: the config is not supported, or a tensor is missing, misshaped or unknown.
+        ConfigError: a dimension cannot be split over the mesh.
     """
     raw = read_json(folder / "config.json")
     place = str(folder / "config.json")
@@ -46,9 +55,11 @@ def load_folder(
         cfg = _settle_tie(cfg, reader)
     family, keys = family_of(raw, place), text_config(raw, place)
     fields = family.layer_fields({flag: boolean(keys, flag, place) for flag, _ in family.by_flag})
-    params = read_target(reader, cfg, fields, hf_name, dtype, stacked)
+    places, name_of = Places(mesh, cfg), partial(hf_name, family=family)
+    experts = EXPERTS.get(family.experts)
+    params = read_target(reader, cfg, fields, name_of, dtype, stacked, places, experts)
     reader.finish(ignore=lambda name: name.endswith("rotary_emb.inv_freq"))
-    return cfg, params
+    return places.config, params
 
 
 def _settle_tie(cfg: TargetConfig, reader: Reader) -> TargetConfig:

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from peagle_jax.checkpoint import embedded, gguf
@@ -16,6 +17,7 @@ from peagle_jax.checkpoint.errors import CheckpointError
 from peagle_jax.checkpoint.folder import local_path, resolve
 from peagle_jax.checkpoint.gguf_tokenizer import build_tokenizer
 from peagle_jax.checkpoint.huggingface import load_folder, load_tokenizer, read_generation
+from peagle_jax.checkpoint.placing import Places
 from peagle_jax.checkpoint.quantization import check_quantization
 from peagle_jax.config import TargetConfig
 from peagle_jax.models.stack import TargetParams
@@ -45,6 +47,7 @@ def load_target(
     stacked: bool | None = None,
     revision: str | None = None,
     tokenizer: str | None = None,
+    mesh: Mesh | None = None,
     quantization: str | None = None,
 ) -> LoadedTarget:
     """Loads the target named by ``ref``; None is the embedded default.
@@ -55,41 +58,46 @@ def load_target(
         stacked: layers on a leading axis. None: off on CPU, on elsewhere.
         revision: of a hub id.
         tokenizer: folder or hub id of another tokenizer.
+        mesh: a decoding mesh to place the weights on (default: the first device).
         quantization: of the matrices: int8, int4, or gguf (as the file has them); None: in ``dtype``.
 
     Raises:
         CheckpointError: the reference or its content cannot be loaded.
+        ConfigError: a dimension cannot be split over the mesh.
     """
     check_quantization(quantization)
     if stacked is None:
         stacked = jax.default_backend() != "cpu"
     weights = {"dtype": dtype, "stacked": stacked, "quantization": quantization}
     if ref is None:
-        return _load_gguf(embedded.embedded_path(), embedded.NAME, tokenizer, weights)
+        return _load_gguf(embedded.embedded_path(), embedded.NAME, tokenizer, mesh, weights)
     ref = str(ref)
     path = local_path(ref)
     if path.is_file() and path.suffix == ".gguf":
-        return _load_gguf(path, path.stem, tokenizer, weights)
+        return _load_gguf(path, path.stem, tokenizer, mesh, weights)
     folder = resolve(ref, revision)
     files = sorted(folder.glob("*.gguf"))
     if files and not (folder / "config.json").exists():
         if len(files) > 1:
             raise CheckpointError(f"{folder} holds {len(files)} .gguf files; name one, such as {files[0]}")
-        return _load_gguf(files[0], files[0].stem, tokenizer, weights)
-    config, params = load_folder(folder, **weights)
+        return _load_gguf(files[0], files[0].stem, tokenizer, mesh, weights)
+    config, params = load_folder(folder, mesh=mesh, **weights)
     name = folder.resolve().name if path.is_dir() else ref
     loaded = checked_tokenizer(load_tokenizer(folder if tokenizer is None else tokenizer), config)
     return LoadedTarget(config, params, loaded, name, read_generation(folder), str(folder), quantization)
 
 
-def _load_gguf(path: Path, name: str, tokenizer: str | None, weights: dict[str, Any]) -> LoadedTarget:
+def _load_gguf(
+    path: Path, name: str, tokenizer: str | None, mesh: Mesh | None, weights: dict[str, Any]
+) -> LoadedTarget:
     file = gguf.GGUFFile(path)
     config = gguf.read_config(file)
     loaded = build_tokenizer(file) if tokenizer is None else load_tokenizer(tokenizer)
     loaded = checked_tokenizer(loaded, config)
-    params = gguf.load_params(file, config, **weights)
-    sampling = gguf.read_sampling(file)
-    return LoadedTarget(config, params, loaded, name, sampling, str(path), weights["quantization"])
+    places = Places(mesh, config)
+    params = gguf.load_params(file, config, places=places, **weights)
+    sampling, quantization = gguf.read_sampling(file), weights["quantization"]
+    return LoadedTarget(places.config, params, loaded, name, sampling, str(path), quantization)
 
 
 def checked_tokenizer(tokenizer: Any, config: TargetConfig) -> Any:

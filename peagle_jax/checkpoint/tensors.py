@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
 from peagle_jax.checkpoint.errors import CheckpointError
+from peagle_jax.checkpoint.placing import Places
 from peagle_jax.checkpoint.quantization import MATRICES, VOCABULARY, PackedSource, quantized
 from peagle_jax.config import BlockConfig, TargetConfig
 from peagle_jax.layers.block import BlockParams
-from peagle_jax.models.family import LAYER_NAMES, MODEL_NAMES
+from peagle_jax.layers.moe import Experts
+from peagle_jax.models.family import MLP_FIELDS, MODEL_NAMES, Family
+from peagle_jax.models.llama import LLAMA
 from peagle_jax.models.stack import TargetParams
 
 Shape = tuple[int, ...]
 NameOf = Callable[[str, int | None], str]
 """(field, layer index or None for the model's own) -> the tensor's name in the file."""
+
+ReadExperts = Callable[["Reader", BlockConfig, int, np.dtype], Experts]
+"""(reader, block, layer index, dtype) -> the layer's experts, as NumPy arrays."""
 
 
 class TensorSource(Protocol):
@@ -137,6 +143,7 @@ def layer_shapes(block: BlockConfig, input_size: int | None = None) -> dict[str,
     """Shapes of every ``BlockParams`` field; ``input_size`` is q, k and v's."""
     d, f, h = block.hidden_size, block.intermediate_size, block.head_dim
     q, kv, i = block.num_heads * h, block.num_kv_heads * h, input_size or d
+    count = 0 if block.moe is None else block.moe.num_experts
     return {
         "attn_norm": (d,),
         "wq": (q, i),
@@ -156,6 +163,9 @@ def layer_shapes(block: BlockConfig, input_size: int | None = None) -> dict[str,
         "b_down": (d,),
         "q_norm": (h,),
         "k_norm": (h,),
+        "w_router": (count, d),
+        "b_router": (count,),
+        "sinks": (block.num_heads,),
     }
 
 
@@ -165,9 +175,10 @@ def read_layer(
     fields: Iterable[str],
     shapes: Mapping[str, Shape],
     dtype: np.dtype,
+    put: Callable[[str, Any], Any],
 ) -> dict[str, Any]:
-    """One layer's arrays (or quantised weights) by ``BlockParams`` field."""
-    return {field: reader.weight(field, name_of(field), shapes[field], dtype) for field in fields}
+    """One layer's weights by ``BlockParams`` field, each ``put`` where it belongs before the next is read."""
+    return {field: put(field, reader.weight(field, name_of(field), shapes[field], dtype)) for field in fields}
 
 
 def read_target(
@@ -177,8 +188,13 @@ def read_target(
     name_of: NameOf,
     dtype: DTypeLike,
     stacked: bool,
+    places: Places | None = None,
+    experts: ReadExperts | None = None,
 ) -> TargetParams:
-    """All weights of a target in ``dtype``; see ``TargetParams`` for the two forms of its layers.
+    """All weights of a target in ``dtype``; see ``TargetParams`` for the two forms of its layers. Each goes
+    to its place before the next is read; a stack is filled where it lies, layer by layer.
+
+    ``experts`` reads those of a layer, where there is a mixture.
 
     Raises:
         CheckpointError: a tensor is missing, misshaped or has no place.
@@ -186,57 +202,61 @@ def read_target(
     dtype = np.dtype(dtype)
     table = (cfg.vocab_size, cfg.hidden_size)
     shapes = layer_shapes(cfg.block)
+    places = places or Places(None, cfg)
 
-    def layer(index: int) -> dict[str, Any]:
-        return read_layer(reader, lambda field: name_of(field, index), fields, shapes, dtype)
+    def layer(index: int, put: Callable[[str, Any], Any]) -> dict[str, Any]:
+        found = read_layer(reader, lambda field: name_of(field, index), fields, shapes, dtype, put)
+        if experts is not None:
+            none = dict.fromkeys(MLP_FIELDS)
+            found |= none | {"experts": put("experts", experts(reader, cfg.block, index, dtype))}
+        return found
+
+    def own(field: str, shape: Shape, kind: str | None = None) -> Any:
+        return places.put(field, reader.weight(kind or field, name_of(field, None), shape, dtype))
+
+    def stack(indices: range) -> BlockParams:
+        filled: dict[str, Any] = {}
+
+        def fill(at: int, field: str, array: Any) -> Any:
+            if field in filled and not _alike(filled[field], array):
+                raise CheckpointError(
+                    f"{reader.source.place}: {name_of(field, indices[at])} is of another type than in the "
+                    "layers before it, which are stacked; leave out quantization gguf, or ask for int8"
+                )
+            return places.fill(filled.get(field), field, array, at, len(indices))
+
+        for at, index in enumerate(indices):
+            filled |= layer(index, functools.partial(fill, at))
+        return BlockParams(**filled)
 
     layers: BlockParams | tuple[BlockParams, ...]
     if stacked:
-        stacks: dict[str, Any] = {}
-        for index in range(cfg.num_layers):
-            for field, weight in layer(index).items():
-                if field not in stacks:
-                    stacks[field] = jax.tree.map(
-                        lambda a: np.empty((cfg.num_layers, *a.shape), a.dtype), weight
-                    )
-                _put_layer(stacks[field], weight, index, f"{reader.source.place}: {name_of(field, index)}")
-        layers = BlockParams(**{field: _on_device(stacks.pop(field)) for field in fields})
+        stacks = tuple(stack(range(first, cfg.num_layers, cfg.cycle)) for first in range(cfg.cycle))
+        layers = stacks if cfg.cycle > 1 else stacks[0]
     else:
-        layers = tuple(BlockParams(**_on_device(layer(index))) for index in range(cfg.num_layers))
-    tied = cfg.tie_word_embeddings
-    embed_field = VOCABULARY if tied else "embed"
-    embed = _on_device(reader.weight(embed_field, name_of("embed", None), table, dtype))
-    final_norm = jnp.asarray(reader.take(name_of("final_norm", None), (cfg.hidden_size,), dtype))
-    lm_head = None
-    if not tied:
-        lm_head = _on_device(reader.weight(VOCABULARY, name_of("lm_head", None), table, dtype))
+        layers = tuple(BlockParams(**layer(i, places.put)) for i in range(cfg.num_layers))
+    embed = own("embed", table, VOCABULARY if cfg.tie_word_embeddings else None)
+    final_norm = own("final_norm", (cfg.hidden_size,))
+    lm_head = None if cfg.tie_word_embeddings else own("lm_head", table)
     return TargetParams(embed, layers, final_norm, lm_head)
 
 
-def _on_device(weights: Any) -> Any:
-    return jax.tree.map(jnp.asarray, weights)
+def _alike(stack: Any, weight: Any) -> bool:
+    """Whether a layer's weight is of its stack's arrays; kv heads may be stored more than once there."""
+
+    def kind(tree: Any) -> tuple[Any, list[tuple[int, np.dtype]]]:
+        return jax.tree.structure(tree), [(leaf.shape[-1], leaf.dtype) for leaf in jax.tree.leaves(tree)]
+
+    return kind(stack) == kind(weight)
 
 
-def _put_layer(stack: Any, weight: Any, index: int, where: str) -> None:
-    def kind(tree: Any, axis: int) -> list[tuple[Shape, np.dtype]]:
-        return [(leaf.shape[axis:], leaf.dtype) for leaf in jax.tree.leaves(tree)]
-
-    if jax.tree.structure(stack) != jax.tree.structure(weight) or kind(stack, 1) != kind(weight, 0):
-        raise CheckpointError(
-            f"{where} is of another type than in the layers before it, which are stacked; "
-            "leave out quantization gguf, or ask for int8"
-        )
-    for whole, part in zip(jax.tree.leaves(stack), jax.tree.leaves(weight), strict=True):
-        whole[index] = part
-
-
-def hf_name(field: str, layer: int | None) -> str:
+def hf_name(field: str, layer: int | None, family: Family = LLAMA) -> str:
     """A target tensor's Hugging Face name."""
     if layer is None:
         return MODEL_NAMES[field].hf
-    return f"model.layers.{layer}.{LAYER_NAMES[field].hf}"
+    return f"model.layers.{layer}.{family.names(field).hf}"
 
 
-def gguf_name(field: str, layer: int | None) -> str:
+def gguf_name(field: str, layer: int | None, family: Family = LLAMA) -> str:
     """A target tensor's GGUF name."""
-    return MODEL_NAMES[field].gguf if layer is None else f"blk.{layer}.{LAYER_NAMES[field].gguf}"
+    return MODEL_NAMES[field].gguf if layer is None else f"blk.{layer}.{family.names(field).gguf}"

@@ -16,6 +16,7 @@ from peagle_jax.layers.block import Attend, BlockParams, run_block
 from peagle_jax.layers.linear import product, table_rows
 from peagle_jax.layers.norm import rms_norm
 from peagle_jax.layers.rope import rope_tables
+from peagle_jax.parallel.rules import joined
 
 
 @struct.dataclass
@@ -43,7 +44,7 @@ def fuse(p: DrafterParams, cfg: DrafterConfig, features: Float[Array, "... c"]) 
     """g = fc(features), with the optional norm before it."""
     if p.input_norm is not None:
         features = rms_norm(features, p.input_norm, cfg.block.rms_norm_eps)
-    g = product(features, p.fc)
+    g = joined(product(joined(features), p.fc))
     return g if p.fc_bias is None else g + p.fc_bias
 
 

@@ -8,6 +8,7 @@ part takes any T x T mask: causal for a chain, a tree mask for a tree.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +54,15 @@ def narrowed(x: Array, storage: jnp.dtype) -> Array:
     return x.astype(storage)
 
 
+def ring_positions(slots: Int[Array, " s"], lengths: Int[Array, " b"], room: int) -> Int[Array, "b s"]:
+    """The position that each slot of a ring holds, of those before ``lengths``; negative: none yet.
+
+    Position p lies in slot p % room, and scratch past the length in the slots of the oldest positions.
+    """
+    last = lengths[:, None] - 1
+    return slots + room * ((last - slots) // room)
+
+
 def _operand(x: Array, cache: Array | Int8Rows, dtype: jnp.dtype) -> Array:
     """New rows as they would be read from the cache, so that a step's width changes nothing."""
     return widened(quantize_rows(x, dtype)) if isinstance(cache, Int8Rows) else x.astype(dtype)
@@ -79,11 +89,17 @@ def cached_attention(
     lengths: Int[Array, " b"],
     own_mask: Bool[Array, "b t t"],
     slot: Int[Array, ""] | int = 0,
+    since: Int[Array, "b t"] | None = None,
+    sinks: Float[Array, " n"] | None = None,
 ) -> Float[Array, "b t nh"]:
     """Softmax attention over cache positions < ``lengths`` and over own rows by ``own_mask``.
 
     The sequences are rows ``slot``.. of the cache. ``own_mask[b, i, j]``: row i sees row j, itself
     always. Returns float32 (B, T, N*H).
+
+    With ``since`` (a sliding window) a row sees cache positions from there on, and the cache is a ring
+    (``ring_positions``) that holds at least those. ``sinks`` are a score a query head that takes its share
+    of the softmax and adds nothing (gpt-oss).
 
     The cache is read in blocks, joined by a running maximum: the cost follows what is stored, not the room
     for it. A block that is past a sequence's length changes no bit of it, so neither batch mates nor
@@ -98,21 +114,27 @@ def cached_attention(
     shape = own.shape
     own = jnp.where(own_mask[:, None, None], own.reshape(w, g, -1, t, t), NEGATIVE).reshape(shape)
     top = own.max(-1)
+    sunk = None if sinks is None else jnp.repeat(sinks.astype(jnp.float32).reshape(g, -1), t, axis=1)
+    if sunk is not None:
+        top = jnp.maximum(top, sunk)
     # A row sees itself, so ``top`` is a real score and a masked one becomes exactly 0.
     p = jnp.exp(own - top[..., None])
     out = jnp.einsum("bgts,bsgh->bgth", p.astype(dtype), v_new, preferred_element_type=jnp.float32)
 
-    def block(
-        j: Array, first: Array | int, count: int, part: tuple[Array, ...]
-    ) -> tuple[Array, Array, Array]:
+    def block(j: Array, first: Array | int, count: int, part: tuple[Any, ...]) -> tuple[Array, Array, Array]:
         """Block j of ``count`` sequences from ``first`` on: ``part`` is their rows, lengths and state."""
-        rows, lengths, top, total, out = part
+        rows, lengths, since, top, total, out = part
         start = jnp.minimum(j * size, room - size)  # the last block may overlap the one before it
-        position = start + jnp.arange(size)
-        visible = (position >= j * size) & (position < lengths[:, None])
+        place = start + jnp.arange(size)
+        if since is None:
+            visible = ((place >= j * size) & (place < lengths[:, None]))[:, None, None]
+        else:
+            position = ring_positions(place, lengths, room)[:, None]
+            seen = (place >= j * size) & (position >= jnp.maximum(since, 0)[..., None])
+            visible = jnp.tile(seen, (1, rows.shape[2] // t, 1))[:, None]
         k, v = (_block(c, slot + first, start, count, size) for c in (k_cache, v_cache))
         scores = jnp.einsum("bgth,bgsh->bgts", rows, k, preferred_element_type=jnp.float32)
-        scores = jnp.where(visible[:, None, None], scores, NEGATIVE)
+        scores = jnp.where(visible, scores, NEGATIVE)
         higher = jnp.maximum(top, scores.max(-1))
         scale, p = jnp.exp(top - higher), jnp.exp(scores - higher[..., None])
         new = jnp.einsum("bgts,bgsh->bgth", p.astype(dtype), v, preferred_element_type=jnp.float32)
@@ -120,26 +142,30 @@ def cached_attention(
 
     def together(*state: Array) -> tuple[Array, Array, Array]:
         def body(j: Array, joined: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            return block(j, 0, w, (rows, lengths, *joined))
+            return block(j, 0, w, (rows, lengths, since, *joined))
 
-        return jax.lax.fori_loop(0, -(-lengths.max() // size), body, state)
+        return jax.lax.fori_loop(0, -(-stored.max() // size), body, state)
 
     def in_groups(*state: Array) -> tuple[Array, Array, Array]:
         count = next(c for c in range(min(GROUP, w), 0, -1) if w % c == 0)
-        blocks = -(-lengths.reshape(-1, count).max(1) // size)
+        blocks = -(-stored.reshape(-1, count).max(1) // size)
         ends = jnp.cumsum(blocks)
 
         def body(i: Array, joined: tuple[Array, ...]) -> tuple[Array, ...]:
             at = jnp.sum(ends <= i)
             first = at * count
-            part = [jax.lax.dynamic_slice_in_dim(x, first, count) for x in (rows, lengths, *joined)]
-            new = block(i - (ends[at] - blocks[at]), first, count, tuple(part))
+            part = jax.tree.map(
+                lambda x: jax.lax.dynamic_slice_in_dim(x, first, count), (rows, lengths, since, *joined)
+            )
+            new = block(i - (ends[at] - blocks[at]), first, count, part)
             put = jax.lax.dynamic_update_slice_in_dim
             return tuple(put(x, n, first, 0) for x, n in zip(joined, new, strict=True))
 
         return jax.lax.fori_loop(0, ends[-1], body, state)
 
-    state = (top, p.sum(-1), out)
+    stored = lengths if since is None else jnp.minimum(lengths, room)
+    total = p.sum(-1) if sunk is None else p.sum(-1) + jnp.exp(sunk - top)
+    state = (top, total, out)
     if w <= GROUP:
         _, total, out = together(*state)
     else:
@@ -156,6 +182,8 @@ def packed_attention(
     block: int = 128,
     unrolled: int = 16,
     queries: tuple[Int[Array, "b t"], Int[Array, " t"]] | None = None,
+    window: int = 0,
+    sinks: Float[Array, " n"] | None = None,
 ) -> Float[Array, "b n qh"]:
     """Causal attention of whole rows in which documents (equal ``segment_ids``) stand apart.
 
@@ -164,6 +192,9 @@ def packed_attention(
     of more than ``unrolled`` blocks read all keys, a block (or less of very long rows) at a time,
     recomputed in the reverse pass, so that no n x n array lives. So do ``queries``, a part of a row: q is
     (B, T, N, H) then, at positions with these segment ids and these indices within the row.
+
+    ``window`` (0: none) is how many positions back a row sees, its own included; ``sinks`` as in
+    ``cached_attention``.
     """
     b, count, heads, h = q.shape
     n, g = k.shape[1:3]
@@ -172,13 +203,21 @@ def packed_attention(
 
     def rows(q: Array, ids: Array, index: Array, end: int) -> Array:
         t = q.shape[1]
-        seen = (jnp.arange(end) <= index[:, None]) & (segment_ids[:, None, :end] == ids[..., None])
+        back = index[:, None] - jnp.arange(end)
+        seen = (back >= 0) & (segment_ids[:, None, :end] == ids[..., None])
+        if window:
+            seen &= back < window
         scores = jnp.einsum(
             "bgth,bgsh->bgts", grouped(q, g), k[:, :, :end], preferred_element_type=jnp.float32
         )
         scores = jnp.where(seen[:, None, None], scores.reshape(b, g, -1, t, end), NEGATIVE)
-        p = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True)))
-        total = p.sum(-1).reshape(b, g, -1, 1)
+        top = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
+        if sinks is not None:
+            sunk = sinks.astype(jnp.float32).reshape(g, -1, 1, 1)
+            top = jnp.maximum(top, jax.lax.stop_gradient(sunk))
+        p = jnp.exp(scores - top)
+        total = p.sum(-1) if sinks is None else p.sum(-1) + jnp.exp(sunk - top)[..., 0]
+        total = total.reshape(b, g, -1, 1)
         p = p.astype(dtype).reshape(b, g, -1, end)
         out = jnp.einsum("bgts,bgsh->bgth", p, v[:, :, :end], preferred_element_type=jnp.float32)
         return ungrouped(out / total, t)

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import jax
+import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float
 
 from peagle_jax.config import BlockConfig
 from peagle_jax.layers.linear import product
+from peagle_jax.layers.moe import Experts, LayerOf, mixture
+from peagle_jax.layers.mxfp4 import Mxfp4, dequantize
 from peagle_jax.layers.norm import rms_norm
 from peagle_jax.layers.rope import apply_rope
+from peagle_jax.parallel.rules import joined
 
 Attend = Callable[[Array, Array, Array], Array]
 """(q (..., T, N, H), k (..., T, G, H), v (..., T, G, H)) -> (..., T, N*H), all float32."""
+
+SWIGLU_ALPHA = 1.702
+"""Slope of the sigmoid in gpt-oss's SwiGLU (openai/gpt-oss, torch/model.py)."""
 
 
 @struct.dataclass
@@ -22,7 +30,8 @@ class BlockParams:
     """Weights of one block, stored (out, in); biases and q/k norms may be None.
 
     ``I`` below is the input width of q, k and v: D, or 2D in a head's first block. With a leading
-    L axis on every leaf this is a stack of blocks.
+    L axis on every leaf this is a stack of blocks. A block with ``experts`` has None for the MLP's own
+    weights.
     """
 
     attn_norm: Array  # (D,)
@@ -43,6 +52,10 @@ class BlockParams:
     b_down: Array | None = None
     q_norm: Array | None = None  # (H,), before RoPE (Qwen3)
     k_norm: Array | None = None
+    w_router: Array | None = None  # (E, D), with a mixture of experts
+    b_router: Array | None = None  # (E,)
+    experts: Experts | LayerOf | None = None
+    sinks: Array | None = None  # (N,), a logit beside each query head's scores (gpt-oss)
 
 
 def _affine(x: Array, w: Array, b: Array | None) -> Array:
@@ -63,11 +76,36 @@ def project_qkv(
     return apply_rope(q, tables), apply_rope(k, tables), v
 
 
+def _swiglu(gate: Array, up: Array, limit: float | None) -> Array:
+    """The gated activation; with a limit it is gpt-oss's, clamped and with a linear branch of up + 1."""
+    if limit is None:
+        return jax.nn.silu(gate) * up
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return gate * jax.nn.sigmoid(SWIGLU_ALPHA * gate) * (up + 1)
+
+
 def mlp(p: BlockParams, cfg: BlockConfig, h: Float[Array, "... d"]) -> Float[Array, "... d"]:
-    """SwiGLU of the normed residual stream."""
-    x = rms_norm(h, p.mlp_norm, cfg.rms_norm_eps)
-    gate = jax.nn.silu(_affine(x, p.w_gate, p.b_gate))
-    return _affine(gate * _affine(x, p.w_up, p.b_up), p.w_down, p.b_down)
+    """SwiGLU of the normed residual stream, or the mixture of experts of a block that has one."""
+    x, limit = rms_norm(h, p.mlp_norm, cfg.rms_norm_eps), cfg.swiglu_limit
+    if cfg.moe is None:
+        gated = _swiglu(_affine(x, p.w_gate, p.b_gate), _affine(x, p.w_up, p.b_up), limit)
+        return _affine(gated, p.w_down, p.b_down)
+
+    def expert(one: Experts, rows: Array) -> Array:
+        gate, up, down = (
+            dequantize(w).astype(p.wo.dtype) if isinstance(w, Mxfp4) else w
+            for w in (one.gate, one.up, one.down)
+        )
+        gated = _swiglu(_affine(rows, gate, one.gate_bias), _affine(rows, up, one.up_bias), limit)
+        return _affine(gated, down, one.down_bias)
+
+    assert p.experts is not None
+    rows = x.reshape(-1, x.shape[-1])
+    # Which experts are chosen hangs on small differences, so the router's product is not a narrow one.
+    table = cast(Array, p.w_router).astype(jnp.float32)
+    logits = jnp.einsum("rd,ed->re", rows, table, precision=jax.lax.Precision.HIGHEST)
+    logits = logits if p.b_router is None else logits + p.b_router
+    return mixture(rows, logits, cfg.moe, p.experts, expert).reshape(x.shape)
 
 
 def run_block(
@@ -87,5 +125,5 @@ def run_block(
     if x is None:
         x = rms_norm(residual, p.attn_norm, cfg.rms_norm_eps)
     q, k, v = project_qkv(p, cfg, x, tables)
-    h = residual + _affine(attend(q, k, v), p.wo, p.bo)
-    return h + mlp(p, cfg, h), (k, v)
+    h = joined(residual + _affine(attend(q, k, v), p.wo, p.bo))
+    return joined(h + mlp(p, cfg, h)), (k, v)

@@ -83,11 +83,19 @@ def table_rows(
 @jax.custom_vjp
 def _array_rows(table: Array, ids: Array) -> Array:
     """XLA:CPU gathers narrow floats by widening the whole table first (27 ms for SmolLM2's), so a
-    narrow table is read through its bits, which have no gradient of their own."""
+    narrow table is read through its bits there, which have no gradient of their own. A TPU would copy the
+    table to read it so."""
     if table.dtype == jnp.float32:
         return table[ids]
-    bits = jax.lax.bitcast_convert_type(table, jnp.uint16)[ids]
-    return jax.lax.bitcast_convert_type(bits, table.dtype).astype(jnp.float32)
+
+    def through_bits(table: Array, ids: Array) -> Array:
+        bits = jax.lax.bitcast_convert_type(table, jnp.uint16)[ids]
+        return jax.lax.bitcast_convert_type(bits, table.dtype).astype(jnp.float32)
+
+    def directly(table: Array, ids: Array) -> Array:
+        return table[ids].astype(jnp.float32)
+
+    return jax.lax.platform_dependent(table, ids, cpu=through_bits, default=directly)
 
 
 def _read_rows(table: Array, ids: Array) -> tuple[Array, tuple[Array, Array]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 
 class Names(NamedTuple):
@@ -33,8 +33,11 @@ LAYER_NAMES: dict[str, Names] = {
     "b_down": Names("mlp.down_proj.bias", "ffn_down.bias"),
     "q_norm": Names("self_attn.q_norm.weight", "attn_q_norm.weight"),
     "k_norm": Names("self_attn.k_norm.weight", "attn_k_norm.weight"),
+    "w_router": Names("mlp.gate.weight", "ffn_gate_inp.weight"),
+    "b_router": Names("mlp.gate.bias", "ffn_gate_inp.bias"),
+    "sinks": Names("self_attn.sinks", "attn_sinks.weight"),
 }
-"""Fields of ``BlockParams`` by name, the same in every supported family."""
+"""Fields of ``BlockParams`` by name, where a family does not rename them. Experts: ``checkpoint.experts``."""
 
 MODEL_NAMES: dict[str, Names] = {
     "embed": Names("model.embed_tokens.weight", "token_embd.weight"),
@@ -43,7 +46,8 @@ MODEL_NAMES: dict[str, Names] = {
 }
 """Fields of ``TargetParams`` by name."""
 
-COMMON_FIELDS = ("attn_norm", "wq", "wk", "wv", "wo", "mlp_norm", "w_gate", "w_up", "w_down")
+MLP_FIELDS = ("w_gate", "w_up", "w_down")
+COMMON_FIELDS = ("attn_norm", "wq", "wk", "wv", "wo", "mlp_norm", *MLP_FIELDS)
 QKV_BIASES = ("bq", "bk", "bv")
 MLP_BIASES = ("b_gate", "b_up", "b_down")
 QK_NORMS = ("q_norm", "k_norm")
@@ -56,6 +60,8 @@ class Family:
     ``always`` are the layer fields that it has beside the common ones; ``by_flag`` are those that
     a true boolean in its Hugging Face config adds. ``gguf_permutes_qk``: its GGUF files store the
     rows of q and k for rotation of neighbouring pairs, where the stack rotates half-split pairs.
+    ``experts``: how its Hugging Face folders store a mixture's experts, None for a dense family.
+    ``alternates``: every second layer, from the first on, has a sliding window where no config says more.
     """
 
     name: str
@@ -67,8 +73,16 @@ class Family:
     gguf_permutes_qk: bool = False
     default_rope_theta: float = 10000.0
     default_rms_norm_eps: float = 1e-6
+    experts: Literal["each", "gpt_oss"] | None = None
+    alternates: bool = False
+    renamed: tuple[tuple[str, Names], ...] = ()
+
+    def names(self, field: str) -> Names:
+        """What checkpoints call a ``BlockParams`` field of a layer."""
+        return dict(self.renamed).get(field, LAYER_NAMES[field])
 
     def layer_fields(self, flags: Mapping[str, Any]) -> tuple[str, ...]:
         """The ``BlockParams`` fields that a layer has under these config flags."""
         extra = tuple(f for flag, fields in self.by_flag if flags.get(flag) for f in fields)
-        return COMMON_FIELDS + self.always + extra
+        common = COMMON_FIELDS if self.experts is None else (f for f in COMMON_FIELDS if f not in MLP_FIELDS)
+        return (*common, *self.always, *extra)

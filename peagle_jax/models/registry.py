@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from peagle_jax.models.family import Family
+from peagle_jax.models.gpt_oss import GPT_OSS
 from peagle_jax.models.llama import LLAMA
 from peagle_jax.models.qwen2 import QWEN2
 from peagle_jax.models.qwen3 import QWEN3
+from peagle_jax.models.qwen3_moe import QWEN3_MOE
 
-FAMILIES: tuple[Family, ...] = (LLAMA, QWEN2, QWEN3)
+FAMILIES: tuple[Family, ...] = (LLAMA, QWEN2, QWEN3, QWEN3_MOE, GPT_OSS)
 
 
 class UnsupportedModelError(ValueError):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -13,17 +15,22 @@ from peagle_jax.config import TargetConfig
 from peagle_jax.layers.attention import cached_attention
 from peagle_jax.layers.block import Attend, BlockParams, run_block
 from peagle_jax.layers.linear import product, table_rows
+from peagle_jax.layers.moe import LayerOf
 from peagle_jax.layers.norm import rms_norm
 from peagle_jax.layers.rope import rope_tables
-from peagle_jax.parallel.rules import gathered
+from peagle_jax.parallel.rules import gathered, joined
+
+AttendFor = Callable[..., Attend]
+"""(a layer's window, its sinks, its keys and values in the cache if there is one) -> its attention."""
 
 
 @struct.dataclass
 class TargetParams:
     """Weights of a target. ``lm_head`` is None when it is tied to ``embed``.
 
-    ``layers`` is a BlockParams with a leading L axis (scanned; the form for accelerators), or a
-    tuple of L BlockParams (unrolled; the form for CPU, where slicing a stack copies it).
+    ``layers`` is stacked (scanned; the form for accelerators): a BlockParams with a leading L axis, or one
+    for each layer of a cycle, (L/p, ...), where layers differ by their windows. Or it is unrolled: a tuple
+    of L BlockParams (the form for CPU, where slicing a stack copies it).
     """
 
     embed: Array  # (V, D)
@@ -33,7 +40,9 @@ class TargetParams:
 
     @property
     def is_stacked(self) -> bool:
-        return not isinstance(self.layers, tuple)
+        if isinstance(self.layers, tuple):
+            return bool(self.layers) and self.layers[0].attn_norm.ndim == 2
+        return True
 
 
 @struct.dataclass
@@ -47,20 +56,39 @@ class TargetOutput:
     v: Array | tuple[Array, ...]
 
 
+def stacks_of(params: TargetParams) -> tuple[BlockParams, ...]:
+    """The stacks of a stacked target, one for each layer of its cycle."""
+    assert params.is_stacked
+    return params.layers if isinstance(params.layers, tuple) else (params.layers,)
+
+
+def layer_of(params: TargetParams, index: int) -> BlockParams:
+    """One layer's weights, of either form."""
+    if isinstance(params.layers, tuple) and not params.is_stacked:
+        return params.layers[index]
+    stacks = stacks_of(params)
+    at = index // len(stacks)
+    return jax.tree.map(lambda w: w[at], stacks[index % len(stacks)])
+
+
 def unstack_layers(params: TargetParams) -> TargetParams:
     """The unrolled form of a stacked target."""
-    if isinstance(params.layers, tuple):
+    if not params.is_stacked:
         return params
-    count = params.layers.attn_norm.shape[0]
-    layers = tuple(jax.tree.map(lambda w, i=i: w[i], params.layers) for i in range(count))
-    return params.replace(layers=layers)
+    stacks = stacks_of(params)
+    count = len(stacks) * stacks[0].attn_norm.shape[0]
+    return params.replace(layers=tuple(layer_of(params, i) for i in range(count)))
 
 
-def stack_layers(params: TargetParams) -> TargetParams:
-    """The scanned form of an unrolled target."""
-    if not isinstance(params.layers, tuple):
+def stack_layers(params: TargetParams, cycle: int = 1) -> TargetParams:
+    """The scanned form of an unrolled target; ``cycle`` is its config's."""
+    if params.is_stacked:
         return params
-    return params.replace(layers=jax.tree.map(lambda *leaves: jnp.stack(leaves), *params.layers))
+    layers = cast(tuple[BlockParams, ...], params.layers)
+    stacks = tuple(
+        jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers[first::cycle]) for first in range(cycle)
+    )
+    return params.replace(layers=stacks if cycle > 1 else stacks[0])
 
 
 def check_taps(cfg: TargetConfig, taps: tuple[int, ...]) -> None:
@@ -78,33 +106,49 @@ def _run_layers(
     h: Array,
     tables: tuple[Array, Array],
     taps: tuple[int, ...],
-    attend_for: Callable[..., Attend],
+    attend_for: AttendFor,
     cache: tuple | None,
 ) -> TargetOutput:
-    if isinstance(params.layers, tuple):
+    windows = cfg.layer_windows
+    if not params.is_stacked:
         boundaries, rows = {0: h}, []
-        for i, layer in enumerate(params.layers):
+        for i, layer in enumerate(cast(tuple[BlockParams, ...], params.layers)):
             own = () if cache is None else (cache[0][i], cache[1][i])
-            h, kv = run_block(gathered(layer), cfg.block, h, tables, attend_for(*own))
+            attend = attend_for(windows[i], layer.sinks, *own)
+            whole = gathered(layer.replace(experts=None)).replace(experts=layer.experts)
+            h, kv = run_block(whole, cfg.block, h, tables, attend)
             boundaries[i + 1] = h
             rows.append(kv)
         features = jnp.concatenate([boundaries[t] for t in taps], -1) if taps else h[..., :0]
-        return TargetOutput(h, features, tuple(k for k, _ in rows), tuple(v for _, v in rows))
+        return TargetOutput(h, joined(features), tuple(k for k, _ in rows), tuple(v for _, v in rows))
 
     wanted = jnp.array(taps, jnp.int32).reshape(-1, *(1,) * h.ndim)
     collected = jnp.where(wanted == 0, h, jnp.zeros((len(taps), *h.shape), h.dtype))
+    stacks = stacks_of(params)
+    cycle = len(stacks)
+    scanned = tuple(stack.replace(experts=None) for stack in stacks)
+    caches = ((),) * cycle
+    if cache is not None:
+        caches = tuple(zip(*cache, strict=True)) if isinstance(cache[0], tuple) else (cache,)
 
     def step(carry: tuple, xs: tuple) -> tuple:
         h, collected = carry
-        index, layer, own = xs
-        h, kv = run_block(gathered(layer), cfg.block, h, tables, attend_for(*own))
-        return (h, jnp.where(wanted == index + 1, h, collected)), kv
+        index, layers, caches = xs
+        rows = []
+        for j, (layer, own) in enumerate(zip(layers, caches, strict=True)):
+            layer, experts = gathered(layer), stacks[j].experts
+            if experts is not None:
+                layer = layer.replace(experts=LayerOf(experts, index))
+            h, kv = run_block(layer, cfg.block, h, tables, attend_for(windows[j], layer.sinks, *own))
+            collected = jnp.where(wanted == index * cycle + j + 1, h, collected)
+            rows.append(kv)
+        return (h, collected), rows
 
-    (h, collected), (k, v) = jax.lax.scan(
-        step, (h, collected), (jnp.arange(cfg.num_layers), params.layers, cache or ())
-    )
+    steps = jnp.arange(cfg.num_layers // cycle)
+    (h, collected), rows = jax.lax.scan(step, (h, collected), (steps, scanned, caches))
     features = jnp.concatenate(list(collected), -1) if taps else h[..., :0]
-    return TargetOutput(h, features, k, v)
+    k, v = zip(*rows, strict=True)
+    return TargetOutput(h, joined(features), *((k, v) if isinstance(params.layers, tuple) else (k[0], v[0])))
 
 
 def forward(
@@ -125,8 +169,13 @@ def forward(
     """
     check_taps(cfg, taps)
 
-    def attend_for(k_cache: Array, v_cache: Array) -> Attend:
-        return lambda q, k, v: cached_attention(q, k, v, k_cache, v_cache, lengths, own_mask, slot)
+    back = positions[:, :, None] - positions[:, None, :]
+
+    def attend_for(window: int, sinks: Array | None, k_cache: Array, v_cache: Array) -> Attend:
+        mask, since = own_mask, None
+        if window:
+            mask, since = own_mask & (back < window), positions - window + 1
+        return lambda q, k, v: cached_attention(q, k, v, k_cache, v_cache, lengths, mask, slot, since, sinks)
 
     tables = rope_tables(cfg.block.rope, cfg.block.head_dim, positions)
     h = table_rows(params.embed, tokens)
@@ -138,14 +187,24 @@ def forward_packed(
     cfg: TargetConfig,
     tokens: Int[Array, "b t"],
     positions: Int[Array, "b t"],
-    attend: Attend,
+    attend: Callable[..., Array],
     taps: tuple[int, ...] = (),
 ) -> TargetOutput:
-    """Runs whole sequences without a cache; ``attend`` holds the mask (training, features)."""
+    """Runs whole sequences without a cache; ``attend`` holds the mask (training, features).
+
+    A layer with a window or sinks calls it with ``window`` and ``sinks``, as ``packed_attention`` takes them.
+    """
     check_taps(cfg, taps)
+
+    def attend_for(window: int, sinks: Array | None) -> Attend:
+        special = {"window": window} if window else {}
+        if sinks is not None:
+            special["sinks"] = sinks
+        return partial(attend, **special) if special else attend
+
     tables = rope_tables(cfg.block.rope, cfg.block.head_dim, positions)
     h = table_rows(params.embed, tokens)
-    return _run_layers(params, cfg, h, tables, taps, lambda: attend, None)
+    return _run_layers(params, cfg, h, tables, taps, attend_for, None)
 
 
 def final_hidden(params: TargetParams, cfg: TargetConfig, hidden: Array) -> Float[Array, "... d"]:

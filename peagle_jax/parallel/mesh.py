@@ -1,4 +1,4 @@
-"""The mesh of a training run: three axes, and how many devices each of them has."""
+"""The meshes: of a training run (data, fsdp, sequence) and of a decoder (data, tensor)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 AXES = ("data", "fsdp", "sequence")
+DECODING_AXES = ("data", "tensor")
 
 
 class MeshError(ValueError):
@@ -66,3 +67,19 @@ def training_mesh(shape: MeshShape, devices: Sequence[Any]) -> Mesh:
     if shape.size == len(devices):
         return jax.make_mesh(sizes, AXES, (AxisType.Auto,) * len(AXES), devices=list(devices))
     return Mesh(np.array(devices[: shape.size]).reshape(sizes), AXES)
+
+
+def decoding_mesh(devices: Sequence[Any], tensor: int = 1) -> Mesh:
+    """A mesh of these devices with ``tensor`` of them to a replica; the rest of the axes is ``data``.
+
+    Neighbours in ``devices`` share a replica, so that a replica stays within a host where it can.
+
+    Raises:
+        MeshError: ``tensor`` does not divide their number.
+    """
+    if len(devices) % tensor:
+        raise MeshError(
+            f"a tensor parallel size of {tensor} needs a multiple of {tensor} devices, found {len(devices)}; "
+            "choose a divisor of that"
+        )
+    return Mesh(np.array(devices, object).reshape(-1, tensor), DECODING_AXES)

@@ -1,16 +1,18 @@
 """Which axis of which array is split over which axis of the mesh: one table of names, one of rules.
 
-Models and losses name the axes of their arrays; only RULES knows a mesh. Outside of a mesh (one device,
-or inside a mapped replica) ``constrain`` and ``gathered`` do nothing.
+Models and losses name the axes of their arrays; only RULES knows a mesh: training's, which stores weights in
+parts and gathers them for their use (``fsdp``), or a decoder's, which uses them as they lie (``tensor``).
+Outside of a mesh (one device, or inside a mapped replica) the functions here leave arrays as they are.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from peagle_jax.parallel.mesh import MeshError
@@ -18,14 +20,15 @@ from peagle_jax.parallel.mesh import MeshError
 RULES: dict[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp"),
     "sequence": ("sequence",),
+    "experts": ("fsdp", "tensor"),
     # Of a weight's axes the first of these that divides is split, the others stay whole.
     "model": ("fsdp",),
     "input": ("fsdp",),
-    "features": ("fsdp",),
-    "ffn": ("fsdp",),
-    "heads": ("fsdp",),
-    "kv_heads": ("fsdp",),
-    "vocabulary": ("fsdp",),
+    "features": ("fsdp", "tensor"),
+    "ffn": ("fsdp", "tensor"),
+    "heads": ("fsdp", "tensor"),
+    "kv_heads": ("fsdp", "tensor"),
+    "vocabulary": ("fsdp", "tensor"),
     # Norms and biases are a ten-thousandth of a head, and a scan takes layers one by one.
     "vector": (),
     "layers": (),
@@ -53,6 +56,16 @@ WEIGHTS: dict[str, tuple[str, ...]] = {
     "b_down": VECTOR,
     "q_norm": VECTOR,
     "k_norm": VECTOR,
+    "sinks": VECTOR,
+    "w_router": VECTOR * 2,
+    "b_router": VECTOR,
+    # a mixture's experts
+    "gate": ("experts", "ffn", "model"),
+    "up": ("experts", "ffn", "model"),
+    "down": ("experts", "model", "ffn"),
+    "gate_bias": ("experts", "vector"),
+    "up_bias": ("experts", "vector"),
+    "down_bias": ("experts", "vector"),
     # targets and heads
     "embed": ("vocabulary", "model"),
     "lm_head": ("vocabulary", "model"),
@@ -80,14 +93,15 @@ def spec(names: tuple[str | None, ...], sizes: Mapping[str, int]) -> PartitionSp
     return PartitionSpec(*parts)
 
 
-def _field(path: tuple[Any, ...]) -> str:
-    """The weight's field: the last one that has rules, as a quantised weight has fields of its own."""
-    names = [str(getattr(part, "name", getattr(part, "key", ""))) for part in path]
+def field_of(path: tuple[Any, ...]) -> str:
+    """The weight that a path in a tree leads to: the innermost name of WEIGHTS (a weight may itself be a tree
+    of values and scales), or else the last name."""
+    names = [str(getattr(key, "name", getattr(key, "key", ""))) for key in path]
     return next((name for name in reversed(names) if name in WEIGHTS), names[-1] if names else "")
 
 
 def _axis_names(path: tuple[Any, ...], ndim: int) -> tuple[str, ...]:
-    field = _field(path)
+    field = field_of(path)
     if ndim and field not in WEIGHTS:
         raise MeshError(f"the rules name no axes for the weight {field!r}; add it to WEIGHTS")
     names = WEIGHTS[field] if ndim else ()
@@ -95,7 +109,8 @@ def _axis_names(path: tuple[Any, ...], ndim: int) -> tuple[str, ...]:
 
 
 def weight_spec(path: tuple[Any, ...], shape: tuple[int, ...], sizes: Mapping[str, int]) -> PartitionSpec:
-    """Where a weight goes, or a moment of it, with ``path`` in its tree. Vectors stay whole.
+    """Where a weight goes, or a moment of it, with ``path`` in its tree. Vectors stay whole, and axes of one
+    (those of scales).
 
     Raises:
         MeshError: the rules do not know the weight, or none of its axes divides.
@@ -103,17 +118,18 @@ def weight_spec(path: tuple[Any, ...], shape: tuple[int, ...], sizes: Mapping[st
     if all(sizes.get(axis, 1) == 1 for axis in _SPLITTING):
         return PartitionSpec()
     names = _axis_names(path, len(shape))
-    candidates = [name for name in RULES if name in names and RULES[name]]
+    at_all = [name for name in RULES if name in names and _parts(name, sizes) > 1]
+    candidates = [name for name in at_all if shape[names.index(name)] > 1]
     for name in candidates:
         at = names.index(name)
         if shape[at] % _parts(name, sizes) == 0:
             only = tuple(n if i == at else None for i, n in enumerate(names))
             return spec(only, sizes)
     if candidates:
-        parts = _parts(candidates[0], sizes)
+        axis = "the tensor parallel size" if sizes.get("tensor", 1) > 1 else "mesh.fsdp"
         raise MeshError(
-            f"mesh.fsdp {parts} divides no axis of {_field(path)}, which is {shape}; choose a "
-            "divisor of one of them"
+            f"{axis} {_parts(candidates[0], sizes)} divides no axis of {field_of(path)}, which is {shape}; "
+            "choose a divisor of one of them"
         )
     return PartitionSpec()
 
@@ -147,8 +163,53 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, spec(names, sizes))
 
 
+def by_part(f: Callable[..., Any], x: jax.Array, name: str) -> Any:
+    """``f(part, first)`` of each part of ``x``, which is split along its last axis, ``name``, and begins at
+    index ``first``; the results' last axes are put together. One device has one part."""
+    parts = _parts(name, sizes := _ambient_sizes())
+    if parts == 1:
+        return f(x, 0)
+    names = (*(None,) * (x.ndim - 1), name)
+    (axis,) = (a for a in RULES[name] if sizes.get(a, 1) > 1)
+    split = spec(names, sizes)
+    return jax.shard_map(
+        lambda x: f(x, jax.lax.axis_index(axis) * x.shape[-1]),
+        in_specs=split,
+        out_specs=split,
+        axis_names={axis},
+        check_vma=False,
+    )(x)
+
+
+def split_over(name: str, size: int) -> tuple[str, ...]:
+    """The axes of the ambient mesh over which the rules split an array's axis of ``size``; none if they do
+    not, or if it does not divide."""
+    sizes = _ambient_sizes()
+    axes = tuple(axis for axis in RULES[name] if sizes.get(axis, 1) > 1)
+    return () if size % math.prod(sizes[axis] for axis in axes) else axes
+
+
+def joined(tree: Any) -> Any:
+    """Arrays whole on every device of a replica: the partial sums of a split product meet here."""
+    if _ambient_sizes().get("tensor", 1) == 1:
+        return tree
+    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, PartitionSpec()), tree)
+
+
+def anywhere(flag: jax.Array) -> jax.Array:
+    """A scalar condition, or where replicas are split over ``tensor`` whether any of them meets it: branches
+    may hold collectives there, and all devices must take the same one."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if _ambient_sizes().get("tensor", 1) == 1 or mesh.shape.get("data", 1) == 1:
+        return flag
+    return jax.lax.pmax(flag.astype(jnp.int32), "data") > 0
+
+
 def gathered(tree: Any) -> Any:
-    """The weights whole on every device, for the time of their use. Their cotangents come back summed."""
+    """The weights whole on every device, for the time of their use. Their cotangents come back summed. What
+    lies over ``tensor`` is used as it lies."""
+    if _ambient_sizes().get("tensor", 1) > 1:
+        return tree
     return jax.tree.map(lambda w: constrain(w, *(None,) * w.ndim), tree)
 
 

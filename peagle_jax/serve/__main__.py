@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = SpeculativeOptions()
     if args.speculative_config is not None:
         options = parse_speculative_config(args.speculative_config)
-    build.check(EngineOptions.of(args))
+    placement = build.placement(EngineOptions.of(args), options)
     tls = Tls(args.ssl_keyfile, args.ssl_certfile, args.ssl_ca_certs, args.ssl_cert_reqs)
     tls.check()
     template = arguments.chat_template(args)
@@ -85,6 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         tokenizer=args.tokenizer,
         quantization=args.quantization,
         kv_cache_dtype=args.kv_cache_dtype,
+        placement=placement,
     )
     max_model_len = commands.context_limit(loaded.target, args.max_model_len)
     generation = (loaded.target.generation if args.generation_config == "auto" else {}) | (

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, get_args
 
-from peagle_jax import commands
+from peagle_jax import commands, precision
 from peagle_jax.arguments import CommandError, Parser, add_model, named, utf8
 from peagle_jax.serve.acceptance import LEVELS
 from peagle_jax.serve.chat_parser import ReasoningParser, ToolParser
@@ -30,6 +30,8 @@ keys of --speculative-config (all optional; null switches speculation off):
   num_speculative_tokens  drafted a round (default: 5, or what the head was trained for; 0: off)
   parallel_drafting       true: P-EAGLE, false: EAGLE-3 (eagle3 with true is how vLLM writes P-EAGLE)
   parallel_drafting_spec  the same as parallel_drafting, or {"depth": K}
+  draft_tensor_parallel_size
+                          1: the head whole on every device; or --tensor-parallel-size (default)
   num_speculative_tokens_per_batch_size
                           [[from, to, K], ...] fixes K by hand (default: chosen from measured times)
   synthetic_acceptance_rates
@@ -119,7 +121,7 @@ def _add_model_flags(group: Any) -> None:
     add("--revision", type=named, help="of the model's hub id")
     add("--speculative-config", type=utf8, metavar="JSON", help="the head and how it drafts; see below")
     add("--dtype", choices=commands.DTYPES, default="auto", help="of the weights (default: auto)")
-    commands.add_quantization(add)
+    precision.add_quantization(add)
     add(
         "--max-model-len",
         type=whole(2),
@@ -165,10 +167,28 @@ def _add_engine_flags(group: Any) -> None:
         metavar="F",
         help="part of the memory that weights and cache may take (default: 0.9)",
     )
-    commands.add_kv_cache_dtype(add)
-    add("--tensor-parallel-size", "-tp", type=whole(1), default=1, metavar="N", help="1")
-    add("--data-parallel-size", "-dp", type=whole(1), default=1, metavar="N", help="replicas on this host")
-    add("--replicate", choices=["pmap", "shard_map"], help="how replicas are mapped over devices")
+    precision.add_kv_cache_dtype(add)
+    add(
+        "--tensor-parallel-size",
+        "-tp",
+        type=whole(1),
+        default=1,
+        metavar="N",
+        help="devices that a model is split over (default: %(default)s)",
+    )
+    add(
+        "--data-parallel-size",
+        "-dp",
+        type=whole(1),
+        default=1,
+        metavar="N",
+        help="replicas, each on so many devices (default: %(default)s)",
+    )
+    add(
+        "--replicate",
+        choices=["pmap", "shard_map"],
+        help="how replicas are mapped over devices (default: pmap, but shard_map for split models and hosts)",
+    )
     switch = argparse.BooleanOptionalAction
     add("--enable-prefix-caching", action=switch, help="reuse the cache of earlier prompts (default: on)")
     add("--enable-chunked-prefill", action=switch, default=True, help="always on")
@@ -266,6 +286,7 @@ class EngineOptions:
     max_num_batched_tokens: int | None = None
     gpu_memory_utilization: float | None = None
     data_parallel_size: int = 1
+    tensor_parallel_size: int = 1
     replicate: str | None = None
     enable_prefix_caching: bool | None = None
     rounds_per_dispatch: int | None = None
@@ -289,11 +310,6 @@ def model_of(args: argparse.Namespace) -> str | None:
 
 def check(args: argparse.Namespace) -> None:
     """Raises CommandError for what vLLM can do and this server cannot, and for a cache that has no place."""
-    if args.tensor_parallel_size != 1:
-        raise CommandError(
-            f"--tensor-parallel-size must be 1, found {args.tensor_parallel_size}; a model is not "
-            f"split here, replicas are --data-parallel-size"
-        )
     for flag in ("enable_chunked_prefill", "async_scheduling"):
         if not getattr(args, flag):
             raise CommandError(f"--no-{flag.replace('_', '-')}: it cannot be switched off; leave it out")

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import copy
 import logging
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import jax
 
 from peagle_jax import commands
 from peagle_jax.arguments import CommandError
+from peagle_jax.parallel.replicate import Backend
 from peagle_jax.serve.arguments import EngineOptions
 from peagle_jax.serve.draft_length import DraftLength
 from peagle_jax.serve.engine import Engine
 from peagle_jax.serve.speculative_config import SpeculativeOptions
 from peagle_jax.speculative.decoder import Decoder
+from peagle_jax.speculative.placement import Placement
 
 log = logging.getLogger(__name__)
 
@@ -26,14 +28,19 @@ SEQUENCES = 64
 MEMORY_UTILIZATION = 0.9
 
 
-def check(options: EngineOptions) -> None:
-    """Raises CommandError, in one line, for what this machine cannot do."""
-    found = jax.device_count()
-    if options.data_parallel_size > found:
-        raise CommandError(
-            f"--data-parallel-size is {options.data_parallel_size}, but there "
-            f"{'is 1 device' if found == 1 else f'are {found} devices'}; ask for at most {found}"
-        )
+def placement(options: EngineOptions, speculative: SpeculativeOptions) -> Placement:
+    """The devices that were asked for.
+
+    Raises:
+        CommandError: this machine does not have them.
+        ConfigError: flags that contradict each other.
+    """
+    return commands.placement(
+        options.data_parallel_size,
+        options.tensor_parallel_size,
+        cast(Backend | None, options.replicate),
+        speculative.draft_tensor_parallel_size,
+    )
 
 
 def sequences(options: EngineOptions) -> int:
@@ -86,8 +93,6 @@ def build_decoder(
         memory_utilization=options.gpu_memory_utilization or MEMORY_UTILIZATION,
         batch=sequences(options),
         draft_lengths=draft_lengths(loaded.num_speculative_tokens, speculative),
-        devices=jax.devices()[: options.data_parallel_size],
-        replicate_backend=cast(Literal["pmap", "shard_map"], options.replicate or "pmap"),
         guided=guided,
         synthetic_rates=rates,
     )

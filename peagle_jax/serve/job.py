@@ -37,6 +37,7 @@ class Job:
     epoch: int = 0
     cached_tokens: int | None = None  # of the prompt, found in a slot when it first began
     reuse: bool = True  # False: every row of the prompt is wanted
+    longest: int = 0  # tokens of the longest sequence that its slot was copied from or taken over from
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -50,11 +51,18 @@ class Job:
 
 @dataclasses.dataclass
 class Kept:
-    """What a slot holds that nobody runs in: the beginning of ``tokens``, ``stored`` of them."""
+    """What a slot holds that nobody runs in: the beginning of ``tokens``, ``stored`` of them. ``longest`` is
+    the most tokens that what lies in its rings belonged to."""
 
     tokens: list[int] = dataclasses.field(default_factory=list)
     stored: int = 0
     used: int = 0
+    longest: int = 0
+
+    @classmethod
+    def of(cls, job: Job, used: int) -> Kept:
+        """What a job leaves in its slot."""
+        return cls(list(job.tokens), job.stored, used, max(job.longest, len(job.tokens)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -112,8 +112,8 @@ class Scheduler:
         if job.slot is not None:
             del self.jobs[job.slot]
             if self._caching:
-                self._kept[job.slot] = Kept(list(job.tokens), job.stored, self._tick())
-        job.slot, job.stored, job.dispatched = None, 0, 0
+                self._kept[job.slot] = Kept.of(job, self._tick())
+        job.slot, job.stored, job.dispatched, job.longest = None, 0, 0, 0
 
     def _tick(self) -> int:
         self._time += 1
@@ -211,24 +211,25 @@ class Scheduler:
 
     # -- places ------------------------------------------------------------------------------
 
-    def _reusable(self, job: Job, tokens: Sequence[int], stored: int) -> int:
+    def _reusable(self, job: Job, tokens: Sequence[int], stored: int, longest: int) -> int:
         """How many positions of a slot hold what the job's would. At least its last token is computed."""
         if not stored:
             return 0
         # The drafter's position p was computed with token p + 1: the last common one is not safe.
         common = common_prefix(job.tokens, tokens) - self._drafter
-        return max(0, min(common, stored, len(job.tokens) - 1))
+        count = max(0, min(common, stored, len(job.tokens) - 1))
+        written = max(len(tokens), longest) + self._ahead + self._scratch
+        return count if count >= self.sizes.least_kept(written) else 0
 
     def _place(self, plan: Plan, job: Job) -> None:
         """Gives the job the lowest free slot, with the longest beginning of it that any slot holds."""
         best, source = 0, None
         if self._caching and job.reuse:
-            holders = [(s, k.tokens, k.stored) for s, k in self._kept.items()]
-            holders += [(s, j.tokens, j.stored) for s, j in self.jobs.items()]
-            for slot, tokens, stored in holders:
-                count = self._reusable(job, tokens, stored)
+            for slot, holder in [*self._kept.items(), *self.jobs.items()]:
+                count = self._reusable(job, holder.tokens, holder.stored, holder.longest)
                 if count > best and self._free(slot % self.replicas):
                     best, source = count, slot
+                    job.longest = max(holder.longest, len(holder.tokens))
         target = self._choose(best, source)
         lost = self._kept.pop(target, None)
         if lost is not None:
@@ -240,6 +241,7 @@ class Scheduler:
                     self._kept[source].used = self._tick()
             else:
                 best = 0
+        job.longest = job.longest if best else 0
         self.jobs[target] = job
         job.slot, job.phase = target, Phase.PREFILLING
         job.stored = job.dispatched = best
@@ -300,7 +302,7 @@ class Scheduler:
         self.jobs[target], job.slot = job, target
         self._kept.pop(target, None)
         if self._caching:
-            self._kept[source] = Kept(list(job.tokens), job.stored, self._tick())
+            self._kept[source] = Kept.of(job, self._tick())
 
     # -- prompts -----------------------------------------------------------------------------
 

@@ -32,6 +32,7 @@ class SpeculativeOptions:
     speculate: bool = False
     num_speculative_tokens_per_batch_size: BatchSizes | None = None
     synthetic_acceptance_rates: tuple[float, ...] | None = None
+    draft_tensor_parallel_size: int | None = None
 
     @property
     def off(self) -> bool:
@@ -87,8 +88,6 @@ def parse_speculative_config(text: str) -> SpeculativeOptions:
         raise CommandError(f"{_FLAG}: model is empty; name a folder or a hub id, or leave it out")
     if tokens is not None and tokens < 0:
         raise CommandError(f"{_FLAG}: num_speculative_tokens must be 0 (off) or more, found {tokens}")
-    if values.get("draft_tensor_parallel_size") not in (None, 1):
-        raise CommandError(f"{_FLAG}: draft_tensor_parallel_size must be 1; the head is not split")
     named = any(values.get(key) is not None for key in ("method", "parallel_drafting"))
     return SpeculativeOptions(
         model,
@@ -97,6 +96,7 @@ def parse_speculative_config(text: str) -> SpeculativeOptions:
         named,
         _batch_sizes(values.get("num_speculative_tokens_per_batch_size")),
         _rates(values.get("synthetic_acceptance_rates")),
+        values.get("draft_tensor_parallel_size"),
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -13,8 +12,8 @@ import numpy as np
 from peagle_jax.config import ConfigError, DrafterConfig, SpecConfig, TargetConfig
 from peagle_jax.drafter.head import DrafterParams
 from peagle_jax.models.stack import TargetParams, check_taps
-from peagle_jax.parallel.replicate import Backend
 from peagle_jax.speculative.cache import storage_dtype
+from peagle_jax.speculative.placement import Placement
 from peagle_jax.speculative.programs import Programs, Progress
 from peagle_jax.speculative.request import (
     Flight,
@@ -30,12 +29,14 @@ from peagle_jax.speculative.round import Models
 from peagle_jax.speculative.rules import all_allowed
 from peagle_jax.speculative.sampling import SamplingParams
 from peagle_jax.speculative.sizes import (
+    PREFILL_CHUNK,
     SMALLEST_CACHE,
     Pool,
     Sizes,
     backlog_of,
     chunks_of,
     pools_of,
+    rings_of,
     scratch_of,
     widths_of,
 )
@@ -75,7 +76,7 @@ class Decoder:
 
     Args:
         batch: slots of a replica.
-        devices: one a replica; ``device`` is short for one of them.
+        placement: the devices, and how many of them are a replica (default: the first, alone).
         draft_lengths: the K that rounds may have (default: that of ``spec`` alone).
         widths: how many of a replica's first slots a round may serve (default: powers of two).
         kv_tokens: positions that fit the memory, of all slots of a replica together (default: as many as
@@ -86,8 +87,8 @@ class Decoder:
         int8_cache: keeps the target's keys and values in int8 (the head's have the target's dtype).
 
     Raises:
-        ConfigError: the head does not fit the target, K is above what it was trained for, or one
-            context needs more than ``kv_tokens``.
+        ConfigError: the head does not fit the target, K is above what it was trained for, one
+            context needs more than ``kv_tokens``, or a dimension cannot be split over a replica's devices.
     """
 
     def __init__(
@@ -100,10 +101,8 @@ class Decoder:
         *,
         max_model_len: int,
         batch: int = 1,
-        prefill_chunk: int = 128,
-        replicate_backend: Backend = "pmap",
-        device: Any = None,
-        devices: Sequence[Any] | None = None,
+        prefill_chunk: int = PREFILL_CHUNK,
+        placement: Placement | None = None,
         lookahead: int | None = None,
         draft_lengths: Collection[int] | None = None,
         widths: Sequence[int] | None = None,
@@ -129,17 +128,18 @@ class Decoder:
             raise ConfigError(
                 f"num_speculative_tokens is {most}; expected less than the context of {max_model_len} tokens"
             )
+        self.placement = placement or Placement.on(jax.devices()[:1])
+        (target, drafter), weights = self.placement.split((target, drafter), (params, drafter_params))
         self.target, self.drafter, self.spec = target, drafter, spec
         self.max_model_len, self.batch = max_model_len, batch
         self._all_allowed = all_allowed(target.vocab_size)
-        self.devices = list(devices or [device or jax.devices()[0]])
-        platform = self.devices[0].platform
+        platform = self.placement.mesh.devices.flat[0].platform
         # A CPU computes what it dispatches: reading late only adds a wasted round there.
         self.lookahead = (0 if platform == "cpu" else 1) if lookahead is None else lookahead
         chunk = min(prefill_chunk, max_model_len)
         self._programs = Programs(
             Models(target, drafter, most, synthetic_rates if most else None, int8_cache),
-            self._placed((params, drafter_params)),
+            self.placement.weights(weights),
             Sizes(
                 pools=pools_of(batch, max_model_len, scratch_of(chunk, spec), kv_tokens, smallest_cache),
                 widths=tuple(widths or widths_of(batch)),
@@ -147,19 +147,14 @@ class Decoder:
                 chunks=chunks_of(chunk),
                 rounds=spec.rounds,
                 backlog=backlog_of(spec),
+                windows=target.windows[: target.cycle],
+                rings=rings_of(target, chunk, spec),
             ),
             settings_of(Request([0]), max_model_len, target.vocab_size),
-            self.devices,
+            self.placement,
             storage_dtype(params.embed.dtype, platform),
-            replicate_backend,
             guided,
         )
-
-    def _placed(self, params: Any) -> Any:
-        if len(self.devices) == 1:
-            return jax.device_put(params, self.devices[0])
-        mesh = jax.sharding.Mesh(np.array(self.devices), ("data",))
-        return jax.device_put(params, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
 
     # -- what there is -----------------------------------------------------------------------
 
@@ -179,7 +174,7 @@ class Decoder:
 
     @property
     def replicas(self) -> int:
-        return len(self.devices)
+        return self.placement.replicas
 
     @property
     def scratch(self) -> int:
@@ -202,7 +197,7 @@ class Decoder:
             raise ValueError(
                 "the new weights are not of this decoder's head: arrays, shapes or dtypes differ"
             )
-        self._programs.params = target, self._placed(params)
+        self._programs.params = self.placement.weights((target, params))
 
     def warm_up(self, progress: Progress = lambda what, number, count: None) -> None:
         """Compiles every program by running it once on idle slots; ``progress`` is told before each.

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from peagle_jax.parallel.rules import anywhere, by_part, joined
 from peagle_jax.speculative.sampling import MAX_LOGPROBS, TokenLogprob
 
 PROMPT_BLOCK = 8
@@ -31,14 +32,30 @@ class LogprobReport:
 
 def _report(logits: Float[Array, "b t v"], tokens: Int[Array, "b t"]) -> LogprobReport:
     total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    own = jnp.take_along_axis(logits, tokens[..., None], axis=-1)
-    top, ids = jax.lax.top_k(logits, min(MAX_LOGPROBS, logits.shape[-1]))
+    is_own = jnp.arange(logits.shape[-1]) == tokens[..., None]
+    own = jnp.sum(jnp.where(is_own, logits, 0), axis=-1, keepdims=True)  # a gather would want whole rows
+    top, ids = _best(logits, min(MAX_LOGPROBS, logits.shape[-1]))
     return LogprobReport(
         logprob=(own - total)[..., 0],
         rank=1 + jnp.sum(logits > own, axis=-1, dtype=jnp.int32),
         top_ids=ids.astype(jnp.int32),
         top=top - total,
     )
+
+
+def _best(logits: Float[Array, "b t v"], n: int) -> tuple[Array, Array]:
+    """The n largest logits of each row and their ids, largest first, of equal ones the lower id. Each part of
+    a split vocabulary gives its own best, and the best of all are among these."""
+
+    def own(part: Array, first: Array | int) -> tuple[Array, Array]:
+        top, ids = jax.lax.top_k(part, min(n, part.shape[-1]))
+        return top, ids + first
+
+    top, ids = joined(by_part(own, logits, "vocabulary"))
+    if top.shape[-1] == n:
+        return top, ids
+    top, at = jax.lax.top_k(top, n)
+    return top, jnp.take_along_axis(ids, at, axis=-1)
 
 
 def _zeros(tokens: Int[Array, "b t"], vocab_size: int) -> LogprobReport:
@@ -56,6 +73,7 @@ def report_logprobs(
 ) -> LogprobReport:
     """Reports ``tokens`` under the raw logits of the rows that chose them, if ``wanted``."""
     v = logits.shape[-1]
+    wanted = anywhere(wanted)
     return jax.lax.cond(wanted, lambda x: _report(x, tokens), lambda _: _zeros(tokens, v), logits)
 
 
@@ -83,7 +101,7 @@ def report_prompt(
         reports = jax.lax.map(lambda pair: _report(logits_of(pair[0]), pair[1]), pairs)
         return jax.tree.map(joined, reports)
 
-    return jax.lax.cond(wanted, scored, lambda _: _zeros(tokens, vocab_size), hidden)
+    return jax.lax.cond(anywhere(wanted), scored, lambda _: _zeros(tokens, vocab_size), hidden)
 
 
 def token_logprobs(report: LogprobReport, tokens: Sequence[int], n: int) -> list[TokenLogprob]:

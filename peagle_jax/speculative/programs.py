@@ -7,7 +7,7 @@ short list (``Pool``). ``warm_up`` runs every program once, and nothing compiles
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from peagle_jax.parallel.replicate import Backend, replica_sharding, replicate
 from peagle_jax.speculative import round as steps
+from peagle_jax.speculative.placement import Placement
 from peagle_jax.speculative.round import Models
 from peagle_jax.speculative.rules import all_allowed
 from peagle_jax.speculative.sizes import Pool, Sizes
@@ -47,18 +47,18 @@ class Programs:
         params: steps.Params,
         sizes: Sizes,
         settings: Settings,
-        devices: Sequence[Any],
+        placement: Placement,
         cache_dtype: jnp.dtype,
-        backend: Backend,
         guided: bool,
     ) -> None:
-        self.models, self.sizes, self.replicas, self.guided = models, sizes, len(devices), guided
+        self.models, self.sizes, self.replicas, self.guided = models, sizes, placement.replicas, guided
         self.compilations = 0
         self.pool = sizes.pools[0]
         self.params = params
-        self._devices, self._backend, self._settings = list(devices), backend, settings
+        self._placement, self._settings = placement, settings
         self._dtype = cache_dtype
         self._cached: dict[tuple, Callable] = {}
+        self._shardings = placement.state(jax.eval_shape(partial(self._idle_state, self.pool)))
         self._state: DecodeState | None = None
         self._pending = 0  # rows that may wait for the drafter in any running slot
 
@@ -73,7 +73,7 @@ class Programs:
                 self.compilations += 1
                 return bound(*arguments)
 
-            self._cached[key] = replicate(counted, self._devices, self._backend, donate)
+            self._cached[key] = self._placement.program(counted, self._shardings, donate)
         return self._cached[key]
 
     def _run(self, step: Callable[..., Any], inputs: Any, donate: bool = True, **static: Any) -> Any:
@@ -82,7 +82,7 @@ class Programs:
             self.state,
             None,
         )  # donated: a failed call leaves none, and the next one starts anew
-        self._state, output = program(self.params, state, inputs)
+        self._state, output = program(self.params, state, self._placement.inputs(inputs))
         return output
 
     @property
@@ -92,24 +92,26 @@ class Programs:
             self._state, self._pending = self._empty(self.pool), 0
         return self._state
 
-    def _empty(self, pool: Pool) -> DecodeState:
-        def create() -> DecodeState:
-            state = empty_state(
-                self.models.target,
-                self.models.drafter,
-                slots=pool.slots,
-                positions=pool.positions,
-                backlog=self.sizes.backlog,
-                settings=self._settings,
-                dtype=self._dtype,
-                stacked=self.params[0].is_stacked,
-                int8_cache=self.models.int8_cache,
-            )
-            return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.replicas, *x.shape)), state)
+    def _idle_state(self, pool: Pool) -> DecodeState:
+        state = empty_state(
+            self.models.target,
+            self.models.drafter,
+            slots=pool.slots,
+            positions=pool.positions,
+            backlog=self.sizes.backlog,
+            settings=self._settings,
+            dtype=self._dtype,
+            stacked=self.params[0].is_stacked,
+            rings=self.sizes.rings,
+            int8_cache=self.models.int8_cache,
+        )
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.replicas, *x.shape)), state)
 
+    def _empty(self, pool: Pool) -> DecodeState:
         key = (pool,)
         if key not in self._cached:
-            self._cached[key] = jax.jit(create, out_shardings=replica_sharding(self._devices))
+            create = partial(self._idle_state, pool)
+            self._cached[key] = jax.jit(create, out_shardings=self._shardings)
         return self._cached[key]()
 
     def start_over(self, pool: Pool) -> None:

@@ -12,8 +12,8 @@ from peagle_jax.speculative.sampling import TokenLogprob
 
 def local_rows(x: jax.Array) -> np.ndarray:
     """The replicas' rows (R, ...) on the host. Indexing a replicated array would gather it on a device."""
-    shards = sorted(x.addressable_shards, key=lambda shard: shard.index[0].start or 0)
-    return np.concatenate([np.asarray(shard.data) for shard in shards])
+    shards = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}
+    return np.concatenate([np.asarray(shards[first]) for first in sorted(shards)])
 
 
 def read(flight: Flight) -> list[dict[int, RoundResult]]:

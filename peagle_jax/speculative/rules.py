@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from peagle_jax.config import MAX_STOP_IDS
 from peagle_jax.layers.attention import NEGATIVE
+from peagle_jax.parallel.rules import anywhere, joined
 from peagle_jax.speculative.sampling import (
     MAX_LOGIT_BIAS,
     SamplingParams,
@@ -88,10 +89,11 @@ def pack_ids(ids: Sequence[int], vocab_size: int) -> np.ndarray:
 
 def _bits(masks: UInt32[Array, "... words"], ids: Int[Array, " v"] | None, v: int) -> Bool[Array, "... v"]:
     """The bits of the columns; ``ids`` None is the identity."""
+    masks = joined(masks)
     if ids is not None:
         return (masks[..., ids >> 5] >> (ids & 31).astype(jnp.uint32)) & 1 > 0
     spread = (masks[..., None] >> jnp.arange(32, dtype=jnp.uint32)) & 1 > 0
-    return spread.reshape(*masks.shape[:-1], -1)[..., :v]
+    return joined(spread.reshape(*masks.shape[:-1], -1)[..., :v])
 
 
 # -- host side: a request's row ------------------------------------------------------------------
@@ -214,7 +216,7 @@ def _biases(rules: RulesState) -> Float[Array, "b v"]:
         ids = jnp.where(rules.bias_ids >= 0, rules.bias_ids, v)
         return jnp.zeros((b, v), jnp.float32).at[jnp.arange(b)[:, None], ids].add(rules.bias, mode="drop")
 
-    used = jnp.any(rules.bias_ids[:, 0] >= 0)
+    used = anywhere(jnp.any(rules.bias_ids[:, 0] >= 0))
     return jax.lax.cond(used, spread, lambda _: jnp.zeros(rules.counts.shape, jnp.float32), None)
 
 
@@ -250,7 +252,7 @@ def apply_rules(
     """Logits after every rule but sampling; see ``choose`` for the arguments. NEGATIVE where cut."""
     v = logits.shape[-1]
     ids = jnp.arange(v, dtype=jnp.int32) if token_ids is None else token_ids
-    bias, counts = _biases(rules), rules.counts
+    bias, counts = joined((_biases(rules), rules.counts))
     if token_ids is not None:
         bias, counts = bias[:, token_ids], counts[:, token_ids]
     x = _penalise(logits + bias[:, None], counts, window, ids, rules)
@@ -281,7 +283,7 @@ def choose(
     ``masks`` are a grammar's packed masks (None: no slot has one). ``token_ids`` are the target
     ids of the columns (a draft vocabulary); None is the identity.
     """
-    used = _in_use(rules, positions)
+    used = anywhere(_in_use(rules, positions))
 
     def ruled(logits: Array) -> Array:
         return apply_rules(logits, positions, window, rules, masks, token_ids)
@@ -293,4 +295,5 @@ def choose(
     if masks is not None:
         return full(logits)
     # Greedy rows without rules must not even copy the logits, as a conditional's identity would.
-    return jax.lax.cond(used | jnp.any(rules.sampling.temperature > 0), full, first_argmax, logits)
+    sampled = anywhere(jnp.any(rules.sampling.temperature > 0))
+    return jax.lax.cond(used | sampled, full, first_argmax, logits)

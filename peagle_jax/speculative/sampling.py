@@ -17,9 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax.extend.random import threefry2x32_p
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt32
 
 from peagle_jax.layers.attention import NEGATIVE
+from peagle_jax.parallel.rules import anywhere
 
 GREEDY_BELOW = 1e-5
 """Temperatures under this are greedy (vLLM's bound); dividing by them would overflow float32."""
@@ -165,18 +166,42 @@ def gumbel_noise(
     return -jnp.log(-jnp.log1p(-uniform_noise(state, positions, token_ids)))
 
 
-def _ranked_filters(logits: Array, top_k: Array, top_p: Array) -> Array:
-    """Top-k, then top-p over what is left; ties with the last kept value stay."""
-    v = logits.shape[-1]
-    ranked = jnp.sort(logits, axis=-1, descending=True)
-    k = jnp.where(top_k > 0, jnp.minimum(top_k, v), v)[:, None, None]
-    ranked = jnp.where(jnp.arange(v) < k, ranked, NEGATIVE)
-    p = jax.nn.softmax(ranked, axis=-1)
-    before = jnp.cumsum(p, axis=-1) - p
-    kept = (before < top_p[:, None, None]) & (ranked > NEGATIVE / 2)
-    kept = kept.at[..., 0].set(True)
-    threshold = jnp.min(jnp.where(kept, ranked, jnp.inf), axis=-1, keepdims=True)
-    return jnp.where(logits >= threshold, logits, NEGATIVE)
+def _ordered(x: Float[Array, "..."]) -> UInt32[Array, "..."]:
+    """Keys that are ordered as the values are; equal for both zeros."""
+    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)
+    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(0x80000000))
+
+
+def _threshold(
+    keys: UInt32[Array, "b t v"], weights: Float[Array, "b t v"], goal: Float[Array, "b 1"]
+) -> UInt32[Array, "b t 1"]:
+    """The smallest key that less than ``goal`` of the weights lies above, two bits after two.
+
+    A sort would need a row's logits in one place. Here a device counts its own, and only counts are summed.
+    """
+
+    def digit(i: Array, found: Array) -> Array:
+        shift = (jnp.uint32(30) - 2 * i.astype(jnp.uint32))[None]
+        below = (jnp.uint32(1) << shift) - 1
+        ends = found[..., None] | (jnp.arange(3, dtype=jnp.uint32) << shift) | below
+        above = jnp.where(keys[..., None, :] > ends[..., None], weights[..., None, :], 0).sum(-1)
+        return found | (jnp.sum(above >= goal[..., None], axis=-1, dtype=jnp.uint32) << shift)
+
+    return jax.lax.fori_loop(0, 16, digit, jnp.zeros(keys.shape[:-1], jnp.uint32))[..., None]
+
+
+def _top_k(logits: Array, top_k: Int[Array, " b"]) -> Array:
+    """The k largest logits; ties with the last of them stay."""
+    keys = _ordered(logits)
+    k = jnp.where(top_k > 0, top_k, logits.shape[-1])[:, None].astype(jnp.float32)
+    return jnp.where(keys >= _threshold(keys, jnp.ones_like(logits), k), logits, NEGATIVE)
+
+
+def _top_p(logits: Array, top_p: Float[Array, " b"]) -> Array:
+    """The likeliest tokens until they have a share of ``top_p``; ties with the last of them stay."""
+    keys, weights = _ordered(logits), jnp.exp(logits - logits.max(-1, keepdims=True))
+    goal = jnp.where(top_p < 1, top_p, jnp.inf)[:, None] * weights.sum(-1)
+    return jnp.where(keys >= _threshold(keys, weights, goal), logits, NEGATIVE)
 
 
 def filter_logits(logits: Float[Array, "b t v"], state: SamplingState) -> Float[Array, "b t v"]:
@@ -188,8 +213,12 @@ def filter_logits(logits: Float[Array, "b t v"], state: SamplingState) -> Float[
     scaled = logits / heat
     floor = scaled.max(-1, keepdims=True) + jnp.log(state.min_p)[:, None, None]
     scaled = jnp.where(scaled >= floor, scaled, NEGATIVE)
-    ranked = jnp.any(state.top_k > 0) | jnp.any(state.top_p < 1)
-    return jax.lax.cond(ranked, lambda x: _ranked_filters(x, state.top_k, state.top_p), lambda x: x, scaled)
+    for used, cut, limit in (
+        (jnp.any(state.top_k > 0), _top_k, state.top_k),
+        (jnp.any(state.top_p < 1), _top_p, state.top_p),
+    ):
+        scaled = jax.lax.cond(anywhere(used), cut, lambda x, _: x, scaled, limit)
+    return scaled
 
 
 def choose_tokens(
@@ -211,4 +240,5 @@ def choose_tokens(
         drawn = first_argmax(noisy)
         return jnp.where(state.temperature[:, None] > 0, drawn, first_argmax(logits))
 
-    return jax.lax.cond(jnp.any(state.temperature > 0), sample, first_argmax, logits)
+    sampled = anywhere(jnp.any(state.temperature > 0))
+    return jax.lax.cond(sampled, sample, first_argmax, logits)

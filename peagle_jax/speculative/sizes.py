@@ -5,11 +5,19 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
-from peagle_jax.config import ConfigError, SpecConfig
+from peagle_jax.config import ConfigError, SpecConfig, TargetConfig
+from peagle_jax.speculative.cache import ring_room
 
 SMALLEST_CACHE = 512
 BACKLOG = 16
 """Plain rounds whose tokens may wait for the drafter before it reads them in one pass."""
+
+GOES_PAST = 128
+"""About how many tokens a slot may hold past a beginning that another request can still take from its rings:
+the end of a chat's turn, or another choice's first tokens."""
+
+PREFILL_CHUNK = 128
+"""Tokens of a prompt that a dispatch computes, at most."""
 
 SHORT_CHUNK = 32
 """A second, shorter prompt chunk of this size pays for short prompts and the ends of long ones."""
@@ -26,7 +34,10 @@ class Pool:
 @dataclasses.dataclass(frozen=True)
 class Sizes:
     """All static sizes. ``widths``, ``drafts`` and ``chunks`` ascend; the last width is all slots. A program
-    is compiled for each pool with each width and K, and with each chunk. ``backlog`` is ``Pending``'s."""
+    is compiled for each pool with each width and K, and with each chunk. ``backlog`` is ``Pending``'s.
+
+    ``windows`` are those of the target's layers, a cycle of them, and ``rings`` how many positions a slot
+    holds of each (``cache.KVCache``); both empty where all layers see all."""
 
     pools: tuple[Pool, ...]
     widths: tuple[int, ...]
@@ -34,6 +45,14 @@ class Sizes:
     chunks: tuple[int, ...]
     rounds: int = 1
     backlog: int = 1
+    windows: tuple[int, ...] = ()
+    rings: tuple[int, ...] = ()
+
+    def least_kept(self, written: int) -> int:
+        """From how many positions of a sequence on a slot can still go on, of so many that were written to
+        it: a ring forgets what windows before its end need."""
+        pairs = zip(self.rings, self.windows, strict=True)
+        return max((written - ring + window for ring, window in pairs if 0 < ring < written), default=0)
 
     def widths_of(self, pool: Pool) -> tuple[int, ...]:
         """The compiled widths of a pool; its last one is all of its slots."""
@@ -75,6 +94,12 @@ def scratch_of(chunk: int, spec: SpecConfig) -> int:
     """Positions that a dispatch may write past a sequence's length."""
     k, rounds = spec.num_speculative_tokens, spec.rounds
     return max(chunk, rounds * (k + 1) + 2 * k + 1, backlog_of(spec))
+
+
+def rings_of(target: TargetConfig, chunk: int, spec: SpecConfig) -> tuple[int, ...]:
+    """Positions that a slot holds of each layer of a cycle, 0 for all; empty where all layers see all."""
+    most = scratch_of(chunk, spec) + GOES_PAST
+    return tuple(ring_room(w, most) if w else 0 for w in target.windows[: target.cycle])
 
 
 def pools_of(

@@ -12,6 +12,7 @@ import numpy as np
 from peagle_jax.config import SpecConfig
 from peagle_jax.drafter.head import DrafterParams
 from peagle_jax.speculative.decoder import Decoder, Request
+from peagle_jax.speculative.placement import Placement as DecoderPlacement
 from peagle_jax.speculative.sampling import SamplingParams
 from peagle_jax.speculative.statistics import AcceptanceStatistics
 from peagle_jax.train.data import Rows, validation_batches
@@ -112,7 +113,7 @@ class DecodeEvaluation:
                 SpecConfig(self.drafts, setup.cfg.method),
                 max_model_len=self.room,
                 batch=min(DECODE_BATCH, len(self.requests)),
-                device=jax.local_devices()[0],
+                placement=DecoderPlacement.on(jax.local_devices()[:1]),
             )
         else:
             self.decoder.replace_head(head)

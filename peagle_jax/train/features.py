@@ -60,9 +60,9 @@ def compute(
     def part(tokens: Array, ids: Array, positions: Array, index: Array) -> tuple[Array, Array]:
         queries = None if parts.count == 1 else (ids, index)
 
-        def attend(q: Array, k: Array, v: Array) -> Array:
+        def attend(q: Array, k: Array, v: Array, **layer: Any) -> Array:
             k, v = (parts.whole(x) for x in (k, v))
-            return packed_attention(q, k, v, all_ids, params.embed.dtype, queries=queries)
+            return packed_attention(q, k, v, all_ids, params.embed.dtype, queries=queries, **layer)
 
         out = stack.forward_packed(params, cfg, tokens, positions, attend, taps)
         return out.features.astype(dtype), stack.final_hidden(params, cfg, out.hidden).astype(dtype)

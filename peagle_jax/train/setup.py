@@ -114,8 +114,17 @@ def make_objective(
 
 
 def drafter_config(recipe: Recipe, target: LoadedTarget, mask_token: int | None) -> DrafterConfig:
-    """The head's configuration; zeros of the recipe mean the target's value."""
+    """The head's configuration; zeros of the recipe mean the target's value. Its blocks are dense.
+
+    Raises TrainError where a mixture of experts has no such value.
+    """
     head, block = recipe.head, target.config.block
+    if block.moe is not None and not head.intermediate_size:
+        raise TrainError(
+            f"head.intermediate_size is 0, the target's, but that one's {block.intermediate_size} is the "
+            f"width of one of {block.moe.num_experts} experts; set it, such as to {5 * block.hidden_size}"
+        )
+    block = dataclasses.replace(block, moe=None, swiglu_limit=None)
     changes = {
         name: getattr(head, name)
         for name in ("intermediate_size", "num_heads", "num_kv_heads", "head_dim")

@@ -10,7 +10,7 @@ from jaxtyping import Array
 from peagle_jax.config import DrafterConfig, TargetConfig
 from peagle_jax.drafter.head import DrafterParams
 from peagle_jax.layers.block import BlockParams
-from peagle_jax.models.stack import TargetParams
+from peagle_jax.models.stack import TargetParams, layer_of
 from peagle_jax.train.recipe import TrainError
 
 RANDOM_SCALE = 0.02
@@ -20,12 +20,6 @@ def target_rows(params: TargetParams, ids: np.ndarray | None) -> Array:
     """The target's vocabulary rows (Vd, D) at the draft ids; None keeps them all."""
     table = params.embed if params.lm_head is None else params.lm_head
     return table if ids is None else table[jnp.asarray(ids)]
-
-
-def _target_layer(params: TargetParams, index: int) -> BlockParams:
-    if isinstance(params.layers, tuple):
-        return params.layers[index]
-    return jax.tree.map(lambda w: w[index], params.layers)
 
 
 def _narrowed(layer: BlockParams, width: int) -> BlockParams:
@@ -50,6 +44,11 @@ def _narrowed(layer: BlockParams, width: int) -> BlockParams:
 
 
 def _check_shapes(cfg: DrafterConfig, target: TargetConfig) -> None:
+    if target.block.moe is not None:
+        raise TrainError(
+            "a start from the target's layers needs dense ones, this target's are mixtures of experts; set "
+            "init.source: random"
+        )
     names = ("hidden_size", "num_heads", "num_kv_heads", "head_dim")
     for name in names:
         found, expected = getattr(cfg.block, name), getattr(target.block, name)
@@ -86,7 +85,7 @@ def from_target(
     """
     _check_shapes(cfg, target)
     d, first = cfg.hidden_size, target.num_layers - cfg.num_layers
-    layers = [_target_layer(params, first + i) for i in range(cfg.num_layers)]
+    layers = [layer_of(params, first + i) for i in range(cfg.num_layers)]
     layers = [jax.tree.map(lambda w: w.astype(jnp.float32), layer) for layer in layers]
     if cfg.block.intermediate_size < target.block.intermediate_size:
         layers = [_narrowed(layer, cfg.block.intermediate_size) for layer in layers]

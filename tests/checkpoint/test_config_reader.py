@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from peagle_jax.checkpoint.config_reader import read_block, read_rope, read_target_config
+from peagle_jax.checkpoint.config_reader import (
+    check_full_attention,
+    read_block,
+    read_rope,
+    read_target_config,
+)
 from peagle_jax.checkpoint.errors import CheckpointError
-from peagle_jax.config import RopeConfig
+from peagle_jax.config import MoeConfig, RopeConfig
 from tests.checkpoint.files import MISSING, target_json
 from tests.tiny import TARGET
 
@@ -162,14 +167,63 @@ def test_a_window_that_no_layer_uses_does_not_matter(unused):
 
 
 @pytest.mark.parametrize(
+    "changes",
+    [
+        {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 4},
+        {"sliding_window": 64, "layer_types": ["full_attention"] * 4 + ["sliding_attention"]},
+    ],
+    ids=repr,
+)
+def test_a_sliding_window_is_read_layer_by_layer(changes):
+    assert target(**changes).windows == (0, 0, 0, 0, 64)
+    assert "asks for sliding_attention (window 64)" in fails(check_full_attention, changes, 5, "config.json")
+
+
+QWEN_MOE = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 7, "num_experts_per_tok": 3}
+QWEN_MOE |= {"moe_intermediate_size": 11, "intermediate_size": 99, "decoder_sparse_step": 1}
+OSS = {"architectures": ["GptOssForCausalLM"], "num_local_experts": 7, "experts_per_token": 3}
+OSS |= {"sliding_window": 8, "num_hidden_layers": 4, "swiglu_limit": 5.0}
+
+
+def test_a_mixture_of_experts_is_read():
+    block = target(**QWEN_MOE).block
+    assert (block.moe, block.intermediate_size) == (MoeConfig(7, 3, False), 11)
+    assert target(**QWEN_MOE, norm_topk_prob=True).block.moe == MoeConfig(7, 3)
+    oss = target(**OSS, quantization_config={"quant_method": "mxfp4"})
+    assert (oss.block.moe, oss.block.swiglu_limit) == (MoeConfig(7, 3), 5.0)
+    assert (oss.windows, oss.cycle) == ((8, 0, 8, 0), 2)
+
+
+@pytest.mark.parametrize(
     ("changes", "said"),
     [
-        (
-            {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 4},
-            "asks for sliding_attention",
-        ),
-        ({"layer_types": ["full_attention"] * 4 + ["sliding_attention"]}, "asks for sliding_attention"),
-        ({"layer_types": ["linear_attention"] * 5}, "asks for linear_attention"),
+        (QWEN_MOE | {"num_experts": None}, "has no num_experts; expected the number of experts"),
+        (QWEN_MOE | {"num_local_experts": 8}, "gives the number of experts twice"),
+        (QWEN_MOE | {"num_experts_per_tok": None}, "has no num_experts_per_tok"),
+        (QWEN_MOE | {"num_experts_per_tok": 8}, "must be in 1..7 (num_experts), found 8"),
+        (QWEN_MOE | {"mlp_only_layers": [1]}, "some layers are dense"),
+        (QWEN_MOE | {"decoder_sparse_step": 2}, "some layers are dense"),
+        (QWEN_MOE | {"moe_intermediate_size": None}, "has no moe_intermediate_size"),
+        (QWEN_MOE | {"shared_expert_intermediate_size": 5}, "has a shared expert of width 5"),
+        (QWEN_MOE | {"quantization_config": {"quant_method": "mxfp4"}}, "the weights are quantised (mxfp4)"),
+        (OSS | {"quantization_config": {"quant_method": "fp8"}}, "the weights are quantised (fp8)"),
+        (OSS | {"swiglu_alpha": 1.0}, "swiglu_alpha is 1.0; expected 1.702"),
+        (OSS | {"swiglu_limit": -1.0}, "swiglu_limit must be positive"),
+        (OSS | {"sliding_window": None}, "there is no sliding_window"),
+        (OSS | {"sliding_window": 0}, "sliding_window is 0; expected at least 1"),
+    ],
+    ids=range(14),
+)
+def test_a_mixture_that_is_not_supported_is_one_line(changes, said):
+    assert said in fails(lambda: target(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"layer_types": ["full_attention"] * 4 + ["sliding_attention"]}, "but there is no sliding_window"),
+        ({"layer_types": ["linear_attention"] * 5}, "layer_types has linear_attention"),
+        ({"layer_types": ["full_attention"] * 4}, "layer_types has 4 of 5 layers"),
         ({"num_local_experts": 8}, "mixture of experts (num_local_experts 8)"),
         ({"quantization_config": {"quant_method": "gptq"}}, "the weights are quantised (gptq)"),
         ({"architectures": ["MambaForCausalLM"]}, "architecture 'MambaForCausalLM' is not supported"),

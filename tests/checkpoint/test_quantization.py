@@ -47,7 +47,7 @@ def folder(tmp_path, cfg=WIDE, params=PARAMS, **changes):
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 @pytest.mark.parametrize("stacked", [False, True])
 def test_matrices_and_the_output_table_are_quantised_and_nothing_else(tmp_path, kind, stacked):
-    _, params = load_folder(folder(tmp_path), jnp.bfloat16, stacked, kind)
+    _, params = load_folder(folder(tmp_path), jnp.bfloat16, stacked, quantization=kind)
     assert params.is_stacked == stacked
     expected = {"int8": Int8Weight, "int4": Int4Weight}[kind]
     for layer, source in zip(unstack_layers(params).layers, PARAMS.layers, strict=True):
@@ -87,7 +87,7 @@ def test_packed_blocks_are_bit_for_bit_what_they_widen_to(tmp_path, stacked, dty
     path = write_gguf(tmp_path / "m.gguf", WIDE, PARAMS, GGUFOptions(kinds=KINDS))
     file = GGUFFile(path)
     plain = load_params(file, WIDE, dtype, stacked)
-    packed = load_params(file, WIDE, dtype, stacked, "gguf")
+    packed = load_params(file, WIDE, dtype, stacked, quantization="gguf")
     layers = unstack_layers(packed).layers
     for name in ("wq", "w_gate", "w_up"):
         assert all(isinstance(getattr(layer, name), BlockWeight) for layer in layers)

@@ -41,6 +41,55 @@ def test_cached_attention_is_one_softmax_over_committed_slots_and_own_rows(shape
     np.testing.assert_allclose(got, want, atol=1e-5)
 
 
+def with_sinks(q, k, v, mask, sinks):
+    """``dense`` with a key more for each query head, whose score is its sink and whose value is 0."""
+    scores = np.einsum("btnh,bsnh->bnts", q, np.repeat(k, q.shape[2] // k.shape[2], axis=2))
+    scores = np.where(mask[:, None], scores / np.sqrt(q.shape[-1]), -np.inf)
+    p = np.exp(scores)
+    p /= p.sum(-1, keepdims=True) + np.exp(sinks)[None, :, None, None]
+    values = np.repeat(v, q.shape[2] // v.shape[2], axis=2)
+    return np.einsum("bnts,bsnh->btnh", p, values).reshape(*q.shape[:2], -1)
+
+
+@pytest.mark.parametrize("window", [1, 4, 6])
+def test_a_sliding_window_is_read_from_a_ring(window):
+    """Keys of every position are dense; the ring holds the last ten, with scratch where the oldest were."""
+    lengths, room, sinks = np.array([23, 4, 0, 10]), 10, random(N, seed=9)
+    w, most = len(lengths), 26
+    q, k, v = random(w, T, N, H), random(w, most, G, H, seed=1), random(w, most, G, H, seed=2)
+    ring_k, ring_v = (np.full((w, G, room, H), 77.0, np.float32) for _ in "kv")
+    own_k, own_v = (np.zeros((w, T, G, H), np.float32) for _ in "kv")
+    mask = np.zeros((w, T, most), bool)
+    for b, length in enumerate(lengths):
+        for p in range(length):
+            ring_k[b, :, p % room], ring_v[b, :, p % room] = k[b, p], v[b, p]
+        for p in range(length, length + T):  # rejected drafts of an earlier step
+            ring_k[b, :, p % room] = ring_v[b, :, p % room] = 55.0
+        own_k[b], own_v[b] = k[b, length : length + T], v[b, length : length + T]
+        at = length + np.arange(T)[:, None] - np.arange(most)
+        mask[b] = (at >= 0) & (at < window)
+    positions = lengths[:, None] + np.arange(T)
+    back = np.arange(T)[:, None] - np.arange(T)
+    own = np.broadcast_to((back >= 0) & (back < window), (w, T, T))
+    since = jnp.array(positions - window + 1)
+    arrays = map(jnp.array, (own_k, own_v, ring_k, ring_v, lengths, own))
+    got = cached_attention(q, *arrays, 0, since, sinks)
+    want = with_sinks(np.array(q), np.array(k), np.array(v), mask, np.array(sinks))
+    np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{"block": 2}, {"block": 2, "unrolled": 1}, {}], ids=str)
+def test_packed_rows_see_as_far_as_their_window_within_their_document(options):
+    n, window, sinks = 9, 3, random(N, seed=9)
+    q, k, v = random(B, n, N, H), random(B, n, G, H, seed=1), random(B, n, G, H, seed=2)
+    ids = np.array([[0] * 5 + [1] * 4, [0] * 9])
+    back = np.arange(n)[:, None] - np.arange(n)
+    mask = (back >= 0) & (back < window) & (ids[:, :, None] == ids[:, None])
+    got = packed_attention(q, k, v, jnp.array(ids), window=window, sinks=sinks, **options)
+    want = with_sinks(np.array(q), np.array(k), np.array(v), mask, np.array(sinks))
+    np.testing.assert_allclose(got, want, atol=1e-5)
+
+
 def test_sequences_of_a_wide_batch_attend_as_they_do_alone():
     """Wide batches are read in groups on CPU, each as far as its own longest sequence."""
     lengths = jnp.array([3, 0, 290, 128, 7, 1, 129, 2, 300, 5, 0, 64])

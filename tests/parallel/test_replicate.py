@@ -6,8 +6,10 @@ import pytest
 
 from peagle_jax.config import SpecConfig
 from peagle_jax.models.stack import stack_layers
+from peagle_jax.parallel.mesh import decoding_mesh
 from peagle_jax.parallel.replicate import replicate
 from peagle_jax.speculative.decoder import Decoder, Request
+from peagle_jax.speculative.placement import Placement
 from peagle_jax.speculative.sampling import SamplingParams
 from tests.tiny import TARGET, head_config, head_params, target_params
 
@@ -28,7 +30,8 @@ def decoder(**options) -> Decoder:
 
 def tokens_of(backend: str) -> list[list[int]]:
     """Three requests on two replicas of two slots."""
-    d = decoder(batch=2, widths=(2,), devices=jax.devices()[:2], replicate_backend=backend, lookahead=1)
+    placement = Placement.on(jax.devices()[:2], backend=backend)
+    d = decoder(batch=2, widths=(2,), placement=placement, lookahead=1)
     out: list[list[int]] = [[] for _ in REQUESTS]
     for results in d.run(REQUESTS):
         for tokens, result in zip(out, results, strict=True):
@@ -50,4 +53,11 @@ def test_pmap_and_shard_map_give_the_tokens_of_a_single_replica():
 
 def test_an_unknown_backend_is_refused():
     with pytest.raises(ValueError, match="vmap"):
-        replicate(lambda *_: jnp.zeros(()), jax.devices()[:1], "vmap")
+        replicate(lambda *_: jnp.zeros(()), decoding_mesh(jax.devices()[:1]), "vmap")
+
+
+def test_pmap_cannot_hold_a_tensor_axis():
+    with pytest.raises(
+        ValueError, match="pmap cannot split a replica over 2 devices; replicate by shard_map"
+    ):
+        replicate(lambda *_: jnp.zeros(()), decoding_mesh(jax.devices()[:2], 2))

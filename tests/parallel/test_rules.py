@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec
 
 from peagle_jax.drafter.head import DrafterParams
 from peagle_jax.layers.block import BlockParams
+from peagle_jax.layers.moe import Experts
 from peagle_jax.layers.quantized import quantize
 from peagle_jax.models.stack import TargetParams, stack_layers
 from peagle_jax.parallel.mesh import MeshError, MeshShape, training_mesh
@@ -28,8 +29,9 @@ def specs(tree, mesh):
 
 
 def test_every_weight_of_heads_and_targets_has_names_that_have_rules():
-    fields = {f.name for kind in (BlockParams, DrafterParams, TargetParams) for f in dataclasses.fields(kind)}
-    assert fields - {"layers"} <= set(WEIGHTS)
+    kinds = (BlockParams, DrafterParams, Experts, TargetParams)
+    fields = {f.name for kind in kinds for f in dataclasses.fields(kind)}
+    assert fields - {"layers", "experts"} <= set(WEIGHTS)
     assert {name for names in WEIGHTS.values() for name in names} <= set(RULES)
 
 

@@ -23,7 +23,7 @@ from peagle_jax.speculative.cache import create_cache, write
 pytestmark = pytest.mark.parity
 forward = jax.jit(stack.forward, static_argnames=("cfg", "taps"))
 
-VOCAB, LAYERS, LENGTHS = 67, 5, (45, 28)
+VOCAB, LAYERS, LENGTHS, WINDOW = 67, 5, (45, 28), 8
 CHUNKS = [pytest.param([45], id="one pass"), pytest.param([15, 15, 15], id="three chunks over the cache")]
 SIZES = {
     "vocab_size": VOCAB,
@@ -57,6 +57,10 @@ YARN = {
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.5}
 
+MOE = {"num_experts": 9, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "decoder_sparse_step": 1}
+OSS = {"num_local_experts": 9, "num_experts_per_tok": 3, "sliding_window": WINDOW, "num_hidden_layers": 6}
+OSS |= {"rope_parameters": {**YARN, "truncate": False}, "swiglu_limit": 1.5}
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama, llama3 rope": ("Llama", {"rope_parameters": LLAMA3}),
@@ -66,6 +70,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2, tied": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3, yarn rope": ("Qwen3", {"rope_parameters": YARN}),
     "qwen3, biases": ("Qwen3", {"attention_bias": True}),
+    "qwen2, sliding windows": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2},
+    ),
+    "qwen3-moe": ("Qwen3Moe", MOE),
+    "qwen3-moe, normed weights": ("Qwen3Moe", MOE | {"norm_topk_prob": True}),
+    "gpt-oss": ("GptOss", OSS),
 }
 
 
@@ -129,9 +140,9 @@ def run_ours(target: LoadedTarget, tokens: np.ndarray, chunks: list[int]) -> tup
     cfg, params = target.config, target.params
     batch = tokens.shape[0]
     block = cfg.block
-    cache = create_cache(
-        cfg.num_layers, batch, block.num_kv_heads, 64, block.head_dim, jnp.dtype("float32"), params.is_stacked
-    )
+    rings = tuple(w + max(chunks) if w else 0 for w in cfg.layer_windows[: cfg.cycle]) if cfg.windows else ()
+    shape = (cfg.num_layers, batch, block.num_kv_heads, 64, block.head_dim)
+    cache = create_cache(*shape, jnp.dtype("float32"), params.is_stacked, rings)
     logits, taps, start = [], [], 0
     for rows in chunks:
         step = jnp.array(tokens[:, start : start + rows])
@@ -164,19 +175,21 @@ def test_logits_of_a_right_padded_batch_equal_transformers(pair: Pair, chunks: l
 @pytest.mark.parametrize("chunks", CHUNKS)
 def test_taps_equal_hidden_states_at_every_boundary(pair: Pair, chunks: list[int]):
     _, taps = run_ours(pair.ours, pair.tokens, chunks)
-    assert len(pair.boundaries) == LAYERS + 1
-    for boundary in range(LAYERS):
+    count = pair.ours.config.num_layers
+    assert len(pair.boundaries) == count + 1
+    for boundary in range(count):
         assert_same_where_real(taps[:, :, boundary], pair.boundaries[boundary], 1e-5)
-    last = stack.final_hidden(pair.ours.params, pair.ours.config, jnp.array(taps[:, :, LAYERS]))
-    assert_same_where_real(np.asarray(last), pair.boundaries[LAYERS], 1e-5)
+    last = stack.final_hidden(pair.ours.params, pair.ours.config, jnp.array(taps[:, :, count]))
+    assert_same_where_real(np.asarray(last), pair.boundaries[count], 1e-5)
 
 
 def test_a_stacked_target_gives_the_same_as_an_unrolled_one(pair: Pair):
-    stacked = pair.ours.params if pair.ours.params.is_stacked else stack.stack_layers(pair.ours.params)
-    ours = LoadedTarget(pair.ours.config, stacked, None, "", {}, "")
+    cfg = pair.ours.config
+    ours = LoadedTarget(cfg, stack.stack_layers(pair.ours.params, cfg.cycle), None, "", {}, "")
     logits, taps = run_ours(ours, pair.tokens, [15, 15, 15])
     assert_same_where_real(logits, pair.logits, 1e-4)
-    assert_same_where_real(taps[:, :, LAYERS - 1], pair.boundaries[LAYERS - 1], 1e-5)
+    last = cfg.num_layers - 1
+    assert_same_where_real(taps[:, :, last], pair.boundaries[last], 1e-5)
 
 
 def test_sharded_weights_and_the_older_config_keys_load_alike(tmp_path):

@@ -46,7 +46,6 @@ def test_wrong_values_are_one_line(capsys, argv):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (("-tp", "2"), "replicas are --data-parallel-size"),
         (("--no-enable-chunked-prefill",), "--no-enable-chunked-prefill: it cannot be switched off"),
         (("--generation-config", "folder"), "must be auto or vllm"),
         (("--compilation-cache-dir", "/proc/x"), "--compilation-cache-dir: /proc/x cannot be written"),

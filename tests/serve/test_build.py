@@ -8,6 +8,7 @@ import pytest
 from peagle_jax import commands
 from peagle_jax.arguments import CommandError
 from peagle_jax.checkpoint.model import load_target
+from peagle_jax.config import ConfigError
 from peagle_jax.serve import build
 from peagle_jax.serve.arguments import EngineOptions
 from peagle_jax.serve.speculative_config import SpeculativeOptions
@@ -25,7 +26,7 @@ def loaded(tmp_path_factory):
 
 
 def test_flags_become_sizes(loaded):
-    options = EngineOptions(max_num_seqs=5, rounds_per_dispatch=2, replicate="shard_map")
+    options = EngineOptions(max_num_seqs=5, rounds_per_dispatch=2)
     fixed = SpeculativeOptions(num_speculative_tokens_per_batch_size=((1, 2, 2), (3, 9, 0)))
     decoder = build.build_decoder(loaded, 100, options, fixed, guided=False)
     assert (decoder.batch, decoder.replicas, decoder.sizes.rounds) == (5, 1, 2)
@@ -57,9 +58,21 @@ def test_little_memory_means_fewer_slots_for_long_requests(loaded, monkeypatch):
 
 
 def test_more_replicas_than_devices_are_refused_in_one_line():
-    with pytest.raises(CommandError, match="ask for at most") as error:
-        build.check(EngineOptions(data_parallel_size=999))
+    words = (
+        "--data-parallel-size 999 x --tensor-parallel-size 2 asks for 1998 devices, but there are 4 devices"
+    )
+    with pytest.raises(CommandError, match=words) as error:
+        build.placement(EngineOptions(data_parallel_size=999, tensor_parallel_size=2), SpeculativeOptions())
     assert "\n" not in str(error.value)
+
+
+def test_flags_become_a_mesh():
+    options = EngineOptions(data_parallel_size=2, tensor_parallel_size=2)
+    placement = build.placement(options, SpeculativeOptions(draft_tensor_parallel_size=1))
+    assert (placement.replicas, placement.tensor, placement.backend) == (2, 2, "shard_map")
+    assert not placement.split_head
+    with pytest.raises(ConfigError, match="must be 1 or 2, the target's, found 3"):
+        build.placement(options, SpeculativeOptions(draft_tensor_parallel_size=3))
 
 
 def test_synthetic_rates_are_one_a_draft(loaded):

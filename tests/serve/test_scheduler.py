@@ -16,12 +16,25 @@ K = 3
 
 
 class Device:
-    """Does what plans say. A slot holds tokens, and for the drafter the token after each of them."""
+    """Does what plans say. A slot holds tokens, and for the drafter the token after each of them; and for
+    layers with windows the position that was written last to each place of its ring."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self.slots: dict[int, list[tuple[int, int]]] = {}
+        self.rings: dict[int, dict[int, int]] = {}
         self.widest = 0
+
+    def write(self, slot: int, start: int, rows: int) -> None:
+        ring = self.rings.setdefault(slot, {})
+        for size in self.scheduler.sizes.rings:
+            ring.update({p % size: p for p in range(start, start + rows)})
+
+    def check_window(self, slot: int, end: int) -> None:
+        """What a window sees before position ``end`` is still there."""
+        for size, window in zip(self.scheduler.sizes.rings, self.scheduler.sizes.windows, strict=True):
+            for p in range(max(0, end - window + 1), end):
+                assert self.rings[slot][p % size] == p
 
     def run(self, rng: random.Random) -> None:
         """One dispatch and its results."""
@@ -29,14 +42,18 @@ class Device:
         pool = self.scheduler.pool
         if plan.pool is not None:
             self.slots = {i: list(self.slots.get(s, [])) for i, s in enumerate(plan.order)}
+            self.rings = {i: dict(self.rings.get(s, {})) for i, s in enumerate(plan.order)}
         for source, target, count in plan.copies:
             assert source % self.scheduler.replicas == target % self.scheduler.replicas
             self.slots[target] = list(self.slots.get(source, [])[:count])
+            self.rings[target] = dict(self.rings.get(source, {}))
         for parts in plan.chunks:
             assert len({part.slot % self.scheduler.replicas for part in parts}) == len(parts)
             for part in parts:
                 tokens, held = part.job.tokens, self.slots.setdefault(part.slot, [])
                 self.check(part.job, part.start)
+                self.check_window(part.slot, part.start)
+                self.write(part.slot, part.start, self.scheduler.sizes.chunk_for(part.count))
                 assert 0 < part.count <= self.scheduler.sizes.chunks[-1]
                 assert part.start + part.count + SCRATCH <= pool.positions
                 following = [*tokens[1:], -1]
@@ -51,6 +68,8 @@ class Device:
             assert left > 0
             first = len(job.tokens) == job.dispatched and self.slots[slot][-1:] == [(job.tokens[-1], -1)]
             count = min(left, 1 if first else rng.randint(1, K + 1))
+            self.check_window(slot, len(job.tokens) - 1)
+            self.write(slot, len(job.tokens) - 1, K + 1)
             assert len(job.tokens) + count + SCRATCH <= pool.positions + 1
             self.commit(job, [rng.randrange(4) for _ in range(count)], None if first else K)
 
@@ -69,9 +88,10 @@ class Device:
         assert len(want) == count and self.slots[job.slot][:count] == want
 
 
-def scheduler(pools=((4, CONTEXT + SCRATCH),), replicas=1, **options) -> Scheduler:
+def scheduler(pools=((4, CONTEXT + SCRATCH),), replicas=1, window=0, **options) -> Scheduler:
     widths = sorted({1, 2, *(slots for slots, _ in pools)})
-    sizes = Sizes(tuple(Pool(*p) for p in pools), tuple(widths), (0, K), (4, 16))
+    rings = ((window,), (window + SCRATCH + AHEAD + 8,)) if window else ((), ())
+    sizes = Sizes(tuple(Pool(*p) for p in pools), tuple(widths), (0, K), (4, 16), 1, 1, *rings)
     return Scheduler(sizes, replicas, scratch=SCRATCH, ahead=AHEAD, drafter=True, **options)
 
 
@@ -103,11 +123,14 @@ POOLS = [
     st.booleans(),
     st.integers(0, 2**30),
     st.sampled_from([None, 5, 40]),
+    st.sampled_from([0, 6]),
 )
-def test_any_schedule_ends_with_every_slot_holding_what_it_should(pools, replicas, caching, seed, budget):
+def test_any_schedule_ends_with_every_slot_holding_what_it_should(
+    pools, replicas, caching, seed, budget, window
+):
     """The device checks each chunk's, copy's and round's ground."""
     rng = random.Random(seed)
-    s = scheduler(pools, replicas, prefix_caching=caching, max_batched_tokens=budget)
+    s = scheduler(pools, replicas, window, prefix_caching=caching, max_batched_tokens=budget)
     device, jobs = Device(s), []
     stems = [[rng.randrange(4) for _ in range(40)] for _ in range(2)]
     for _ in range(60):
@@ -216,6 +239,20 @@ def test_a_beginning_is_copied_from_a_running_slot_without_its_last_position():
     plan = s.plan()
     # Position 29 of the drafter was computed with token 30.
     assert plan.copies == [(0, 1, 29)] and second.cached_tokens == 29
+
+
+def test_a_beginning_that_a_window_has_left_far_behind_is_computed_again():
+    """The ring of 6 + SCRATCH + AHEAD + 8 positions has forgotten what the window before token 30 needs."""
+    s = scheduler(window=6)
+    device, rng = Device(s), random.Random(0)
+    s.add(job(range(40), 60))
+    for _ in range(2):  # 32 rows fit a dispatch
+        device.run(rng)
+    near, far = job([*range(39), 99, 98], 5), job([*range(30), 99, 98], 5)
+    s.add(near)
+    s.add(far)
+    s.plan()
+    assert (near.cached_tokens, far.cached_tokens) == (38, 0)
 
 
 def test_a_short_beginning_is_not_worth_a_copy():

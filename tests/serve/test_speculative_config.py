@@ -125,7 +125,7 @@ def test_widths_by_batch_size_and_synthetic_rates():
         ({"synthetic_acceptance_rates": [0.5, 0.7]}, "do not rise"),
         ({"synthetic_acceptance_rates": [1.5]}, "in 0..1"),
         ({"synthetic_acceptance_rates": [True]}, "numbers in 0..1"),
-        ({"draft_tensor_parallel_size": 2}, "must be 1"),
+        ({"draft_tensor_parallel_size": "2"}, "draft_tensor_parallel_size must be a whole number"),
     ],
 )
 def test_wrong_values_of_the_newer_keys_are_told(values, words):

@@ -1,9 +1,14 @@
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from peagle_jax.config import ConfigError, SpecConfig
+from peagle_jax.layers.attention import packed_attention
+from peagle_jax.models import stack
+from peagle_jax.speculative import sizes
 from peagle_jax.speculative.decoder import Decoder
-from tests.tiny import TARGET, head_config, head_params, target_params
+from tests.tiny import GPT_OSS, TARGET, head_config, head_params, target_params
 
 CFG = head_config(num_layers=1)
 
@@ -50,3 +55,28 @@ def test_as_many_drafts_as_the_context_has_tokens_are_refused(method):
         ConfigError, match="num_speculative_tokens is 8; expected less than the context of 8 tokens"
     ):
         Decoder(TARGET, target_params(), cfg, head_params(cfg), SpecConfig(8, method), max_model_len=8)
+
+
+@pytest.mark.parametrize("form", ["unrolled", "scanned"])
+def test_windows_rings_and_experts_decode_what_whole_sequences_say(monkeypatch, form):
+    """Longer than the ring, in chunks, with a head and without: the same tokens, and those of one pass."""
+    monkeypatch.setattr(sizes, "GOES_PAST", 0)
+    head, params = head_config(num_layers=1), target_params(GPT_OSS)
+    if form == "scanned":
+        params = stack.stack_layers(params, GPT_OSS.cycle)
+    prompt, texts = [int(t) for t in np.random.default_rng(1).integers(0, 50, 150)], []
+    for k in (0, 3):
+        spec = SpecConfig(k, "peagle") if k else SpecConfig()
+        options = dict(max_model_len=250, prefill_chunk=32)
+        decoder = Decoder(GPT_OSS, params, head, head_params(head), spec, **options)
+        assert decoder.sizes.rings == (128, 0)
+        texts.append([t for r in decoder.generate(prompt, max_tokens=60) for t in r.tokens])
+    whole = jnp.array([prompt + texts[0]])
+    ids = jnp.zeros_like(whole)
+
+    def attend(q, k, v, **layer):
+        return packed_attention(q, k, v, ids, **layer)
+
+    out = stack.forward_packed(params, GPT_OSS, whole, jnp.arange(whole.shape[1])[None], attend)
+    logits = np.asarray(stack.logits(params, GPT_OSS, out.hidden[0, 149:-1]))
+    assert texts[0] == texts[1] == logits.argmax(-1).tolist()

@@ -42,3 +42,9 @@ def test_scratch_has_room_for_a_chunk_a_dispatch_and_what_waits_for_the_drafter(
     assert scratch_of(128, SpecConfig(5, "peagle")) == 128
     assert scratch_of(8, SpecConfig(5, "peagle", rounds=4)) == 4 * 6 + 11
     assert scratch_of(8, SpecConfig(3, "peagle")) == backlog_of(SpecConfig(3, "peagle")) == 20
+
+
+def test_a_ring_forgets_what_lies_a_ring_less_a_window_behind():
+    sizes = Sizes((Pool(1, 900),), (1,), (0,), (8,), windows=(8, 0), rings=(128, 0))
+    assert [sizes.least_kept(written) for written in (100, 128, 129, 300)] == [0, 0, 9, 180]
+    assert Sizes((Pool(1, 900),), (1,), (0,), (8,)).least_kept(10**6) == 0

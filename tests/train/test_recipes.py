@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import jax
@@ -10,21 +11,28 @@ import pytest
 
 from peagle_jax.checkpoint.model import LoadedTarget
 from peagle_jax.checkpoint.tensors import layer_shapes
-from peagle_jax.config import BlockConfig, RopeConfig, TargetConfig
+from peagle_jax.config import BlockConfig, MoeConfig, RopeConfig, TargetConfig
 from peagle_jax.layers.block import BlockParams
 from peagle_jax.models import registry
 from peagle_jax.models.stack import TargetParams
 from peagle_jax.train import setup, warm_start
 from peagle_jax.train.cod import depth_counts
 from peagle_jax.train.partition import Batch
-from peagle_jax.train.recipe import load_recipe
+from peagle_jax.train.recipe import TrainError, load_recipe
 from peagle_jax.train.step import Frozen, TrainState, make_optimizer, make_step
 
 RECIPES = sorted((Path(__file__).parents[2] / "train").glob("*.yaml"))
 
 LLAMA3 = RopeConfig(5e5, "llama3", 8.0, 1.0, 4.0, 8192)
 YARN = RopeConfig(150000.0, "yarn", 32.0, original_max_position=4096, truncate=False)
-GPT_OSS = BlockConfig(2880, 2880, 64, 8, 64, 1e-5, YARN)
+
+
+def gpt_oss(layers: int, experts: int) -> TargetConfig:
+    block = BlockConfig(2880, 2880, 64, 8, 64, 1e-5, YARN, MoeConfig(experts, 4), 7.0)
+    return TargetConfig("gpt_oss", block, 201088, layers, 131072, windows=(128, 0) * (layers // 2))
+
+
+CODER = BlockConfig(2048, 768, 32, 4, 128, 1e-6, RopeConfig(1e7), MoeConfig(128, 8))
 TARGETS = {
     None: TargetConfig(
         "llama", BlockConfig(576, 1536, 9, 3, 64, 1e-5, RopeConfig(1e5)), 49152, 30, 8192, True
@@ -32,14 +40,12 @@ TARGETS = {
     "Qwen/Qwen3-8B": TargetConfig(
         "qwen3", BlockConfig(4096, 12288, 32, 8, 128, 1e-6, RopeConfig(1e6)), 151936, 36, 40960
     ),
-    "Qwen/Qwen3-Coder-30B-A3B-Instruct": TargetConfig(
-        "qwen3_moe", BlockConfig(2048, 5472, 32, 4, 128, 1e-6, RopeConfig(1e7)), 151936, 48, 262144
-    ),
+    "Qwen/Qwen3-Coder-30B-A3B-Instruct": TargetConfig("qwen3_moe", CODER, 151936, 48, 262144),
     "meta-llama/Llama-3.1-8B-Instruct": TargetConfig(
         "llama", BlockConfig(4096, 14336, 32, 8, 128, 1e-5, LLAMA3), 128256, 32, 131072
     ),
-    "openai/gpt-oss-20b": TargetConfig("gpt_oss", GPT_OSS, 201088, 24, 131072),
-    "openai/gpt-oss-120b": TargetConfig("gpt_oss", GPT_OSS, 201088, 36, 131072),
+    "openai/gpt-oss-20b": gpt_oss(24, 32),
+    "openai/gpt-oss-120b": gpt_oss(36, 128),
 }
 """The published configs' numbers: what a head of a target depends on."""
 
@@ -116,3 +122,11 @@ def test_a_recipe_builds_its_step(path):
     )
     depths = recipe.head.num_depths if recipe.method == "peagle" else recipe.loss.ttt_steps
     assert report.metrics.loss_sum.shape == (depths,)
+
+
+def test_the_width_of_one_expert_is_no_heads_width():
+    recipe = load_recipe(next(p for p in RECIPES if p.stem == "gpt-oss-20b"))
+    recipe = dataclasses.replace(recipe, head=dataclasses.replace(recipe.head, intermediate_size=0))
+    loaded = LoadedTarget(TARGETS[recipe.target], None, None, str(recipe.target), {}, "nowhere")  # type: ignore[arg-type]
+    with pytest.raises(TrainError, match=r"one's 2880 is the width of one of 32 experts; set it, such as to"):
+        setup.drafter_config(recipe, loaded, 3)

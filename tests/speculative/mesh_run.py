@@ -1,0 +1,112 @@
+"""python -m tests.speculative.mesh_run METHOD MESH...
+
+Requests of every kind, decoded with a tiny head (METHOD peagle, eagle3 or none; mixture is peagle, of a
+target with experts, sinks and windows) on one device and on each MESH (such as 2x4 for data and tensor) of
+8 devices that XLA makes out of the host; 2x4whole keeps the head whole. Prints JSON: what each of them said.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+
+import jax
+
+from peagle_jax.config import BlockConfig, MoeConfig, RopeConfig, SpecConfig
+from peagle_jax.models.stack import stack_layers
+from peagle_jax.speculative.decoder import Decoder, Request
+from peagle_jax.speculative.placement import Placement
+from peagle_jax.speculative.sampling import SamplingParams
+from tests.tiny import GPT_OSS, TARGET, head_config, head_params, target_params
+
+# 8 divides all that is split, and kv heads are 2 and 4: with 8 devices each lies on several.
+VOCAB, DRAFTED, K = 216, 96, 3
+CONFIG = dataclasses.replace(
+    TARGET,
+    block=BlockConfig(24, 40, 8, 2, 6, 1e-5, RopeConfig(theta=1000.0)),
+    vocab_size=VOCAB,
+    num_layers=3,
+    eos_token_ids=(VOCAB - 1,),
+)
+MIXTURE = dataclasses.replace(
+    GPT_OSS,
+    block=dataclasses.replace(CONFIG.block, moe=MoeConfig(8, 3), intermediate_size=10, swiglu_limit=1.5),
+    vocab_size=VOCAB,
+    num_layers=4,
+    eos_token_ids=(VOCAB - 1,),
+    windows=(8, 0) * 2,
+)
+"""8 experts lie on 8 devices whole, where no part of one would: 10 does not divide."""
+
+HEAD_BLOCK = BlockConfig(10, 48, 16, 4, 4, 1e-5, RopeConfig(theta=500.0))
+SAMPLINGS = [
+    SamplingParams(),
+    SamplingParams(temperature=0.9, seed=7),
+    SamplingParams(temperature=1.5, top_k=20, top_p=0.9, min_p=0.01, seed=2**40 + 3),
+    SamplingParams(temperature=0.8, seed=3, presence_penalty=0.6, repetition_penalty=1.2, logprobs=3),
+    SamplingParams(logit_bias=((5, 4.0), (90, -9.0)), allowed_token_ids=tuple(range(0, VOCAB, 3))),
+]
+REQUESTS = [
+    Request([3, 1, 4, 1, 5, 9, 2, 6, 5, 3 + i], SAMPLINGS[i % len(SAMPLINGS)], 12 + i) for i in range(8)
+]
+
+
+def config_of(method: str):
+    depths = 8 if method == "peagle" else 1
+    return head_config(
+        method,
+        num_layers=2 if method == "peagle" else 1,
+        block=HEAD_BLOCK,
+        vocab_size=VOCAB,
+        draft_vocab=DRAFTED,
+        target_hidden_size=24,
+        taps=(0, 1, 3),
+        num_depths=depths,
+        mask_token_id=7 if method == "peagle" else None,
+    )
+
+
+def decoder(method: str, data: int, tensor: int, draft_tensor: int | None = None) -> Decoder:
+    """Of 8 slots on all replicas together."""
+    target, cfg = MIXTURE if method == "mixture" else CONFIG, None
+    method = "peagle" if method == "mixture" else method
+    params = stack_layers(target_params(target), target.cycle)
+    if method != "none":
+        cfg = config_of(method)
+    return Decoder(
+        target,
+        params,
+        cfg,
+        cfg and head_params(cfg),
+        SpecConfig(K, method) if cfg else SpecConfig(),
+        max_model_len=64,
+        prefill_chunk=16,
+        batch=8 // data,
+        widths=(8 // data,),
+        placement=Placement.on(jax.devices()[: data * tensor], tensor, None, draft_tensor),
+    )
+
+
+def said(d: Decoder) -> list[dict]:
+    """Tokens and log-probabilities of each request."""
+    out = [{"tokens": [], "logprobs": []} for _ in REQUESTS]
+    for results in d.run(REQUESTS):
+        for mine, result in zip(out, results, strict=True):
+            if result is not None:
+                mine["tokens"] += result.tokens
+                mine["logprobs"] += [[x.logprob, x.rank, x.top] for x in result.logprobs or ()]
+    return out
+
+
+def main(method: str, meshes: list[str]) -> None:
+    assert jax.device_count() == 8
+    found = {"1": said(decoder(method, 1, 1))}
+    for mesh in meshes:
+        data, tensor = map(int, mesh.removesuffix("whole").split("x"))
+        found[mesh] = said(decoder(method, data, tensor, 1 if mesh.endswith("whole") else None))
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

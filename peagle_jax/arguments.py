@@ -61,6 +61,37 @@ class CommandError(ValueError):
     """A command that cannot run as asked; one line: found, expected, what to do."""
 
 
+_NAMES = "--coordinator-address, --num-processes and --process-id"
+
+
+def add_processes(add: Any) -> None:
+    """The arguments of one of several processes; ``add`` is a parser's or a group's ``add_argument``."""
+    add(
+        "--distributed",
+        action="store_true",
+        help="one of several processes, which find each other on Cloud TPU, Slurm and Kubernetes",
+    )
+    add("--coordinator-address", type=named, help="HOST:PORT of process 0, where nothing tells it")
+    add("--num-processes", type=int, help="how many processes there are, where nothing tells it")
+    add("--process-id", type=int, help="which of them this is, from 0, where nothing tells it")
+
+
+def check_processes(arguments: argparse.Namespace) -> None:
+    """Raises CommandError unless the arguments name all processes, or none."""
+    address, count, index = (
+        arguments.coordinator_address,
+        arguments.num_processes,
+        arguments.process_id,
+    )
+    given = [value is not None for value in (address, count, index)]
+    if any(given) and not arguments.distributed:
+        raise CommandError(f"{_NAMES} belong to --distributed")
+    if any(given) and not all(given):
+        raise CommandError(f"{_NAMES} are given together or not at all")
+    if all(given) and not 0 <= index < count:
+        raise CommandError(f"--process-id must lie in 0..--num-processes - 1, found {index} of {count}")
+
+
 READER_GONE = 141
 """Exit status of a command whose output nobody reads any more, as the shell gives it (128 + SIGPIPE)."""
 

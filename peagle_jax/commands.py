@@ -135,6 +135,11 @@ def placement(
             f"{replicas}--tensor-parallel-size {tensor} asks for {data * tensor} devices, but there {there}; "
             f"ask for 1 to {found}"
         )
+    if jax.process_count() > 1 and data * tensor != found:
+        raise CommandError(
+            f"--data-parallel-size {data} x --tensor-parallel-size {tensor} is {data * tensor}, but the "
+            f"{jax.process_count()} processes have {found} devices, and each must take part; ask for all"
+        )
     return Placement.on(jax.devices()[: data * tensor], tensor, backend, draft_tensor)
 
 
@@ -311,7 +316,7 @@ def _position_bytes(
 
 
 def _device_memory() -> int | None:
-    device = jax.devices()[0]
+    device = jax.local_devices()[0]
     if device.platform == "cpu":
         return _machine_memory()
     return (device.memory_stats() or {}).get("bytes_limit")

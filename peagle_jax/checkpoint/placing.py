@@ -39,9 +39,10 @@ class Places:
     def _sharding(self, field: str, x: Any) -> Any:
         """Of ``field``, an array or a tree of them."""
         assert self._mesh is not None
-        where = weight_shardings({field: x}, self._mesh)[field]
+        if self._split:
+            return weight_shardings({field: x}, self._mesh)[field]
         whole = NamedSharding(self._mesh, PartitionSpec())
-        return where if self._split else jax.tree.map(lambda _: whole, where)
+        return jax.tree.map(lambda _: whole, x)
 
     def _copied(self, field: str, array: Any) -> Any:
         return jax.tree.map(lambda x: with_copies(field, x, self._block, self._copies), array)

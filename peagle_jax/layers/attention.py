@@ -166,10 +166,11 @@ def cached_attention(
     stored = lengths if since is None else jnp.minimum(lengths, room)
     total = p.sum(-1) if sunk is None else p.sum(-1) + jnp.exp(sunk - top)
     state = (top, total, out)
-    if w <= GROUP:
-        _, total, out = together(*state)
-    else:
-        _, total, out = jax.lax.platform_dependent(*state, cpu=in_groups, default=together)
+    with jax.named_scope("cache"):
+        if w <= GROUP:
+            _, total, out = together(*state)
+        else:
+            _, total, out = jax.lax.platform_dependent(*state, cpu=in_groups, default=together)
     return ungrouped(out / total[..., None], t)
 
 

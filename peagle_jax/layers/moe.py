@@ -137,6 +137,7 @@ def _share(
         found = jnp.where((jnp.arange(size) < counts[e] - done)[:, None], found, 0.0)
         return jax.lax.dynamic_update_slice_in_dim(out, found, starts[e] + done, 0)
 
-    out = jax.lax.fori_loop(0, ends[-1], body, jnp.zeros(inputs.shape, jnp.float32))
+    with jax.named_scope("experts"):
+        out = jax.lax.fori_loop(0, ends[-1], body, jnp.zeros(inputs.shape, jnp.float32))
     out = out[jnp.argsort(order)].reshape(rows, k, -1)
     return jnp.sum(out * shares[..., None], axis=1)

@@ -39,3 +39,8 @@ def by_model_type(name: str) -> Family:
 def by_gguf_architecture(name: str) -> Family:
     """The family of a GGUF file's ``general.architecture``. Raises UnsupportedModelError."""
     return _find(name, "GGUF architecture", lambda f: f.gguf_architectures)
+
+
+def by_name(name: str) -> Family:
+    """The family that a ``TargetConfig`` names. Raises UnsupportedModelError."""
+    return _find(name, "family", lambda f: (f.name,))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -16,12 +17,14 @@ import jax
 
 from peagle_jax import commands
 from peagle_jax.arguments import run_command
+from peagle_jax.processes import check_agreement, is_main, join
 from peagle_jax.serve import arguments, build
 from peagle_jax.serve.answers import AnswerOptions
 from peagle_jax.serve.app import AppOptions, create_app, version
 from peagle_jax.serve.arguments import EngineOptions
 from peagle_jax.serve.chat_parser import detect_parsers
 from peagle_jax.serve.grammar import GrammarCompiler, GrammarSpec
+from peagle_jax.serve.hosts import Leader, follow
 from peagle_jax.serve.metrics import Metrics
 from peagle_jax.serve.sagemaker import expand
 from peagle_jax.serve.sampling_defaults import SamplingDefaults, unserved_defaults
@@ -54,26 +57,39 @@ class Report:
             print(f"  {'compiled in':<14} {seconds:.1f} s\nready: {url}/v1/chat/completions", flush=True)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = arguments.build_parser()
-    args = parser.parse_args(expand(sys.argv[1:] if argv is None else argv, os.environ, parser))
-    model = arguments.model_of(args)
-    arguments.check(args)
-    options = SpeculativeOptions()
-    if args.speculative_config is not None:
-        options = parse_speculative_config(args.speculative_config)
-    placement = build.placement(EngineOptions.of(args), options)
-    tls = Tls(args.ssl_keyfile, args.ssl_certfile, args.ssl_ca_certs, args.ssl_cert_reqs)
-    tls.check()
-    template = arguments.chat_template(args)
-    if args.compilation_cache_dir is not None:
-        jax.config.update("jax_compilation_cache_dir", args.compilation_cache_dir)
-    # Before minutes of loading, so that a busy port is told at once.
-    sock = bind_unix(args.uds) if args.uds else bind(args.host, args.port)
-    port = None if args.uds else sock.getsockname()[1]
-    url = args.uds or url_of(args.host, port, "https" if args.ssl_keyfile else "http") + args.root_path
+class NoGrammars:
+    """Stands where a compiler would: each grammar is refused, with the reason."""
 
-    began = time.perf_counter()
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def compile(self, spec: GrammarSpec) -> NoReturn:
+        """Raises ValueError with the reason."""
+        raise ValueError(self._reason)
+
+
+def compiler_of(served: ServedModel) -> GrammarCompiler | NoGrammars:
+    """A compiler of the model's grammars; for a tokenizer that none can read, one that refuses all."""
+    try:
+        return GrammarCompiler(served.tokenizer, served.vocab_size, served.eos_token_ids)
+    except ValueError as error:
+        return NoGrammars(str(error))
+
+
+@dataclasses.dataclass
+class Prepared:
+    """What was loaded and built; ``generation`` are the model's sampling defaults."""
+
+    loaded: commands.Loaded
+    served: ServedModel
+    grammars: GrammarCompiler | NoGrammars
+    generation: dict[str, Any]
+    decoder: Decoder
+
+
+def prepare(args: argparse.Namespace, options: SpeculativeOptions, template: str | None) -> Prepared:
+    """Loads the model and its head, in every process. Raises what loading raises."""
+    model, engine = arguments.model_of(args), EngineOptions.of(args)
     loaded = commands.load(
         model,
         options.model,
@@ -85,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         tokenizer=args.tokenizer,
         quantization=args.quantization,
         kv_cache_dtype=args.kv_cache_dtype,
-        placement=placement,
+        placement=build.placement(engine, options),
     )
     max_model_len = commands.context_limit(loaded.target, args.max_model_len)
     generation = (loaded.target.generation if args.generation_config == "auto" else {}) | (
@@ -110,12 +126,50 @@ def main(argv: Sequence[str] | None = None) -> int:
     grammars = compiler_of(served)
     served.check_grammar = grammars.compile
     guided = isinstance(grammars, GrammarCompiler)
-    decoder = build.build_decoder(loaded, max_model_len, EngineOptions.of(args), options, guided=guided)
+    decoder = build.build_decoder(loaded, max_model_len, engine, options, guided=guided)
+    check_agreement(
+        "model, head or flags",
+        (decoder.target, decoder.drafter, decoder.spec, decoder.sizes, loaded.dtype, guided),
+        "give all of them the same",
+    )
+    return Prepared(loaded, served, grammars, generation, decoder)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = arguments.build_parser()
+    args = parser.parse_args(expand(sys.argv[1:] if argv is None else argv, os.environ, parser))
+    arguments.model_of(args)
+    arguments.check(args)
+    options = SpeculativeOptions()
+    if args.speculative_config is not None:
+        options = parse_speculative_config(args.speculative_config)
+    tls = Tls(args.ssl_keyfile, args.ssl_certfile, args.ssl_ca_certs, args.ssl_cert_reqs)
+    tls.check()
+    template = arguments.chat_template(args)
+    if args.compilation_cache_dir is not None:
+        jax.config.update("jax_compilation_cache_dir", args.compilation_cache_dir)
+    leader = None
+    if args.distributed:
+        join(args.coordinator_address, args.num_processes, args.process_id)
+        if not is_main():
+            return follow(lambda: prepare(args, options, template).decoder)
+        leader = Leader(_end)
+    build.placement(EngineOptions.of(args), options)
+    # Before minutes of loading, so that a busy port is told at once.
+    sock = bind_unix(args.uds) if args.uds else bind(args.host, args.port)
+    port = None if args.uds else sock.getsockname()[1]
+    url = args.uds or url_of(args.host, port, "https" if args.ssl_keyfile else "http") + args.root_path
+
+    began = time.perf_counter()
+    prepared = prepare(args, options, template)
+    loaded, served, decoder = prepared.loaded, prepared.served, prepared.decoder
+    if leader is not None:
+        decoder.announce_to(leader.announce)
     report = Report(as_json=args.json)
     rates = options.synthetic_acceptance_rates
-    not_applied = [f"the generation config's {setting}" for setting in unserved_defaults(generation)]
+    not_applied = [f"the generation config's {setting}" for setting in unserved_defaults(prepared.generation)]
     values = [
-        *commands.describe(loaded, max_model_len),
+        *commands.describe(loaded, served.max_model_len),
         (
             "max_num_seqs",
             f"{decoder.batch}" + (f" on each of {decoder.replicas}" if decoder.replicas > 1 else ""),
@@ -131,26 +185,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     report.show(
         "loaded", f"peagle_jax {version()}", [*values, *([("version", version())] if args.json else [])]
     )
-    return _serve(args, decoder, options, served, grammars, report, tls, sock, url)
-
-
-class NoGrammars:
-    """Stands where a compiler would: each grammar is refused, with the reason."""
-
-    def __init__(self, reason: str) -> None:
-        self._reason = reason
-
-    def compile(self, spec: GrammarSpec) -> NoReturn:
-        """Raises ValueError with the reason."""
-        raise ValueError(self._reason)
-
-
-def compiler_of(served: ServedModel) -> GrammarCompiler | NoGrammars:
-    """A compiler of the model's grammars; for a tokenizer that none can read, one that refuses all."""
     try:
-        return GrammarCompiler(served.tokenizer, served.vocab_size, served.eos_token_ids)
-    except ValueError as error:
-        return NoGrammars(str(error))
+        failure = _serve(args, decoder, options, served, prepared.grammars, report, tls, sock, url)
+        if failure is not None and leader is not None:
+            leader.find_lost()
+    finally:
+        if leader is not None:
+            leader.stop()
+    if failure is not None:
+        print(f"error: the model could not be compiled: {failure}", file=sys.stderr)
+    return int(failure is not None)
+
+
+def _end(reason: str) -> None:
+    """Ends the server at once: what it runs waits for a process that will not come."""
+    print(f"error: {reason}", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def _serve(
@@ -163,8 +213,8 @@ def _serve(
     tls: Tls,
     sock: Any,
     url: str,
-) -> int:
-    """Runs the server to its end; the exit status."""
+) -> Exception | None:
+    """Runs the server to its end; what ended its warm-up, if something did."""
     failure: list[Exception] = []
 
     def on_warm(outcome: float | Exception) -> None:
@@ -214,10 +264,7 @@ def _serve(
     if args.disable_log_requests:
         logging.getLogger("peagle_jax.serve.engine").setLevel(logging.WARNING)
     run_server(server, sock)
-    if failure:
-        print(f"error: the model could not be compiled: {failure[0]}", file=sys.stderr)
-        return 1
-    return 0
+    return failure[0] if failure else None
 
 
 if __name__ == "__main__":

@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import Any, get_args
 
 from peagle_jax import commands, precision
-from peagle_jax.arguments import CommandError, Parser, add_model, named, utf8
+from peagle_jax.arguments import (
+    CommandError,
+    Parser,
+    add_model,
+    add_processes,
+    check_processes,
+    named,
+    utf8,
+)
 from peagle_jax.serve.acceptance import LEVELS
 from peagle_jax.serve.chat_parser import ReasoningParser, ToolParser
 from peagle_jax.speculative.sampling import MAX_LOGPROBS
@@ -189,6 +197,7 @@ def _add_engine_flags(group: Any) -> None:
         choices=["pmap", "shard_map"],
         help="how replicas are mapped over devices (default: pmap, but shard_map for split models and hosts)",
     )
+    add_processes(add)
     switch = argparse.BooleanOptionalAction
     add("--enable-prefix-caching", action=switch, help="reuse the cache of earlier prompts (default: on)")
     add("--enable-chunked-prefill", action=switch, default=True, help="always on")
@@ -310,6 +319,7 @@ def model_of(args: argparse.Namespace) -> str | None:
 
 def check(args: argparse.Namespace) -> None:
     """Raises CommandError for what vLLM can do and this server cannot, and for a cache that has no place."""
+    check_processes(args)
     for flag in ("enable_chunked_prefill", "async_scheduling"):
         if not getattr(args, flag):
             raise CommandError(f"--no-{flag.replace('_', '-')}: it cannot be switched off; leave it out")

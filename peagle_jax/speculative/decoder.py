@@ -13,6 +13,7 @@ from peagle_jax.config import ConfigError, DrafterConfig, SpecConfig, TargetConf
 from peagle_jax.drafter.head import DrafterParams
 from peagle_jax.models.stack import TargetParams, check_taps
 from peagle_jax.speculative.cache import storage_dtype
+from peagle_jax.speculative.dispatch import Dispatch
 from peagle_jax.speculative.placement import Placement
 from peagle_jax.speculative.programs import Programs, Progress
 from peagle_jax.speculative.request import (
@@ -305,6 +306,14 @@ class Decoder:
     def start_over(self, pool: Pool) -> None:
         """Empty slots of these dimensions."""
         self._programs.start_over(pool)
+
+    def announce_to(self, announce: Callable[[Dispatch], None]) -> None:
+        """Tells ``announce`` of every dispatch before it runs, so that other processes ``repeat`` it."""
+        self._programs.announce = announce
+
+    def repeat(self, dispatch: Dispatch) -> None:
+        """Runs what another process announced."""
+        self._programs.repeat(dispatch)
 
     def results(self, flight: Flight) -> list[dict[int, RoundResult]]:
         """Waits for a dispatch; see ``results.read``."""

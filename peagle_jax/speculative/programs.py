@@ -7,6 +7,7 @@ short list (``Pool``). ``warm_up`` runs every program once, and nothing compiles
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -16,11 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from peagle_jax.speculative import round as steps
+from peagle_jax.speculative.dispatch import Dispatch
 from peagle_jax.speculative.placement import Placement
 from peagle_jax.speculative.round import Models
 from peagle_jax.speculative.rules import all_allowed
 from peagle_jax.speculative.sizes import Pool, Sizes
 from peagle_jax.speculative.state import Chunk, Copy, DecodeState, RoundOutput, Settings, Turn, empty_state
+
+_START_OVER = "start_over"
 
 IDLE_ROUNDS = 3
 """Of each program, of which the fastest counts."""
@@ -59,6 +63,7 @@ class Programs:
         self._dtype = cache_dtype
         self._cached: dict[tuple, Callable] = {}
         self._shardings = placement.state(jax.eval_shape(partial(self._idle_state, self.pool)))
+        self.announce: Callable[[Dispatch], None] = lambda dispatch: None
         self._state: DecodeState | None = None
         self._pending = 0  # rows that may wait for the drafter in any running slot
 
@@ -76,8 +81,10 @@ class Programs:
             self._cached[key] = self._placement.program(counted, self._shardings, donate)
         return self._cached[key]
 
-    def _run(self, step: Callable[..., Any], inputs: Any, donate: bool = True, **static: Any) -> Any:
-        program = self._program(step, donate, **static)
+    def _run(self, step: Callable[..., Any], inputs: Any, **static: Any) -> Any:
+        sizes = {name: value for name, value in static.items() if name != "models"}
+        self.announce(Dispatch(step.__name__, inputs, sizes))
+        program = self._program(step, step is not steps.run_reshape, **static)
         state, self._state = (
             self.state,
             None,
@@ -116,7 +123,17 @@ class Programs:
 
     def start_over(self, pool: Pool) -> None:
         """Idle slots in a pool, whatever there was."""
+        self.announce(Dispatch(_START_OVER, None, dataclasses.asdict(pool)))
         self.pool, self._state = pool, None
+
+    def repeat(self, dispatch: Dispatch) -> None:
+        """Runs what another process announced."""
+        if dispatch.step == _START_OVER:
+            self.start_over(Pool(**dispatch.sizes))
+            return
+        step = getattr(steps, dispatch.step)
+        models = {} if step in (steps.run_copy, steps.run_reshape) else {"models": self.models}
+        self._run(step, dispatch.inputs, **models, **dispatch.sizes)
 
     # -- steps -------------------------------------------------------------------------------
 
@@ -147,7 +164,7 @@ class Programs:
 
     def reshape(self, pool: Pool, order: np.ndarray) -> None:
         """Changes the pool; slot i becomes the old slot ``order[r, i]``."""
-        self._run(steps.run_reshape, order.astype(np.int32), donate=False, positions=pool.positions)
+        self._run(steps.run_reshape, order.astype(np.int32), positions=pool.positions)
         self.pool = pool
 
     def _make_room(self, width: int, k: int, rounds: int) -> None:

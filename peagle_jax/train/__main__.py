@@ -17,8 +17,14 @@ from typing import Any
 
 from rich.console import Console
 
-from peagle_jax.arguments import CommandError, Parser, add_model, named, run_command
-from peagle_jax.train.errors import TrainError
+from peagle_jax.arguments import (
+    CommandError,
+    Parser,
+    add_model,
+    add_processes,
+    check_processes,
+    run_command,
+)
 from peagle_jax.train.recipe import load_recipe
 
 DESCRIPTIONS = {
@@ -73,15 +79,7 @@ def parser(command: str) -> Parser:
         return made
     made.add_argument("--config", required=True, help="the recipe, a YAML file")
     if command == "run":
-        add = made.add_argument
-        add(
-            "--distributed",
-            action="store_true",
-            help="one of several processes, which find each other on Cloud TPU, Slurm and Kubernetes",
-        )
-        add("--coordinator-address", type=named, help="HOST:PORT of process 0, where nothing tells it")
-        add("--num-processes", type=int, help="how many processes there are, where nothing tells it")
-        add("--process-id", type=int, help="which of them this is, from 0, where nothing tells it")
+        add_processes(made.add_argument)
     if command == "features":
         made.add_argument("--dry-run", action="store_true", help="say the size and stop")
     if command == "show-mask":
@@ -102,7 +100,7 @@ def dispatch(command: str, arguments: argparse.Namespace, console: Console) -> i
         return 0
     recipe = load_recipe(arguments.config)
     if command == "run" and arguments.distributed:
-        from peagle_jax.train.processes import is_main, join
+        from peagle_jax.processes import is_main, join
 
         join(arguments.coordinator_address, arguments.num_processes, arguments.process_id)
         console.quiet = not is_main()
@@ -120,24 +118,6 @@ def dispatch(command: str, arguments: argparse.Namespace, console: Console) -> i
         _, stopped = train_until_stopped(recipe, console)
         return 128 + stopped if stopped else 0
     return 0
-
-
-def check_processes(arguments: argparse.Namespace) -> None:
-    """Raises TrainError unless the arguments name all processes, or none."""
-    address, count, index = (
-        arguments.coordinator_address,
-        arguments.num_processes,
-        arguments.process_id,
-    )
-    given = [value is not None for value in (address, count, index)]
-    if any(given) and not arguments.distributed:
-        raise TrainError("--coordinator-address, --num-processes and --process-id belong to --distributed")
-    if any(given) and not all(given):
-        raise TrainError(
-            "--coordinator-address, --num-processes and --process-id are given together or not at all"
-        )
-    if all(given) and not 0 <= index < count:
-        raise TrainError(f"--process-id must lie in 0..--num-processes - 1, found {index} of {count}")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -17,6 +17,7 @@ import orbax.checkpoint as ocp
 from filelock import FileLock, Timeout
 from rich.console import Console
 
+from peagle_jax.processes import check_agreement, is_main
 from peagle_jax.train.checkpoints import Checkpoints, Progress
 from peagle_jax.train.data import BatchLoader, indices_of_step
 from peagle_jax.train.evaluation import DecodeEvaluation, validate
@@ -25,7 +26,7 @@ from peagle_jax.train.faults import check_finite, check_weights, row_names
 from peagle_jax.train.metrics import MetricsLog, Window, open_board, read_lines, shown
 from peagle_jax.train.placement import Placement, make_placement
 from peagle_jax.train.places import check_writable
-from peagle_jax.train.processes import StopVote, all_failed, check_agreement, is_main
+from peagle_jax.train.processes import StopVote, all_failed
 from peagle_jax.train.progress import progress_bar
 from peagle_jax.train.recipe import Recipe, TrainError, recipe_dict
 from peagle_jax.train.records import file_names
@@ -129,7 +130,11 @@ class Training:
         self.output.mkdir(parents=True, exist_ok=True)
         self.lock = lock_output(self.output) if is_main() else None
         self.steps = total_steps(recipe, len(setup.train))
-        check_agreement("recipe, target or data", (recipe_dict(recipe), setup.identity))
+        check_agreement(
+            "recipe, target or data",
+            (recipe_dict(recipe), setup.identity),
+            "give all of them the same recipe and files",
+        )
         dtype = setup.frozen.embed.dtype
         if run.patience and setup.heldout is None:
             raise TrainError("run.patience needs held-out rows, and there is none; raise data.heldout")

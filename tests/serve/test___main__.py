@@ -39,7 +39,8 @@ def refused(argv: list[str], capsys) -> str:
     ("argv", "words"),
     [
         (["--tensor-paralel-size=2"], "unrecognized arguments: --tensor-paralel-size=2; see"),
-        (["serve", "--tensor-parallel-size", "2"], "replicas are --data-parallel-size"),
+        (["serve", "--tensor-parallel-size", "5"], "asks for 5 devices, but there are 4; ask for 1 to 4"),
+        (["--process-id", "1"], "--num-processes and --process-id belong to --distributed"),
         (["--ssl-keyfile", "/nowhere"], "belong together"),
         (["--chat-template", "/nowhere"], "cannot be read"),
         (["--max-model", "9"], "unrecognized arguments"),  # abbreviations are not guessed

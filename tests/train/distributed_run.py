@@ -10,7 +10,8 @@ import os
 import signal
 import sys
 
-from peagle_jax.train import __main__, loop, processes, sources
+from peagle_jax import processes
+from peagle_jax.train import __main__, loop, sources
 from peagle_jax.train.errors import TrainError
 from tests.train import tiny_run
 

@@ -9,6 +9,7 @@ from peagle_jax.config import SpecConfig
 from peagle_jax.layers.quantized import quantize
 from peagle_jax.models.stack import stack_layers
 from peagle_jax.speculative.decoder import Decoder
+from tests.speculative import mesh_run
 from tests.tiny import WIDE, head_config, head_params, target_params
 
 CFG = head_config(num_layers=1, target_hidden_size=64, taps=(1, 2, 3))
@@ -61,3 +62,11 @@ def test_a_heads_cache_keeps_the_dtype_of_the_computation():
     state = decoder._programs.state
     assert state.target_cache.k[0].values.dtype == "int8"
     assert state.drafter_cache.k[0].dtype == "float32"
+
+
+def test_an_int8_cache_lies_in_parts_with_its_scales():
+    alone, split = (mesh_run.decoder("none", 1, tensor, int8_cache=True) for tensor in (1, 2))
+    for x in jax.tree.leaves(split._programs.state.target_cache):
+        assert x.size == 2 * x.addressable_shards[0].data.size
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6]
+    assert list(split.generate(prompt, max_tokens=20)) == list(alone.generate(prompt, max_tokens=20))

@@ -5,8 +5,10 @@ is what a GGUF file holds, value for value. Each stands where an array (out, in)
 has the weight's own axes, so that stacks of layers, shardings and copies need not know of it.
 
 These are own formats because a round must give a row the same bits whatever its width. On two cores with
-AVX-512, eight rows of SmolLM2's products take 12 ms so, where bfloat16 takes 11 and float32 23. With qwix
-0.1.8's arrays, whose products widen the weight inside of them, they took 5 times as long.
+AVX-512, eight rows through eight layers' products of SmolLM2 and its table took 12 ms in int8 and 15 in int4,
+where bfloat16 took 11 and float32 23. qwix 0.1.8's arrays, whose products widen the weight inside of them,
+took 5 times as long as these. With a single limb (8 bits) an activation, int8 took 9 ms, and SmolLM2's
+perplexity rose by 3 % instead of 0.01 %.
 """
 
 from __future__ import annotations

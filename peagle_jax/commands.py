@@ -18,6 +18,8 @@ from peagle_jax.checkpoint.model import LoadedTarget, load_target
 from peagle_jax.config import DrafterConfig, Method, SpecConfig, TargetConfig
 from peagle_jax.drafter.head import DrafterParams
 from peagle_jax.parallel.replicate import Backend
+from peagle_jax.precision import describe_cache, describe_quantization
+from peagle_jax.speculative.cache import row_bytes
 from peagle_jax.speculative.decoder import Decoder
 from peagle_jax.speculative.placement import Placement
 from peagle_jax.speculative.request import Request, settings_of
@@ -67,6 +69,7 @@ class Loaded:
     num_speculative_tokens: int
     dtype: jnp.dtype
     placement: Placement | None = None  # None: the first device
+    kv_cache_dtype: str = "auto"
 
     def spec(self, rounds: int = 1) -> SpecConfig:
         """The round's configuration, of so many rounds a dispatch."""
@@ -106,8 +109,13 @@ class Loaded:
             spec,
             max_model_len=max_model_len,
             placement=self.placement,
+            int8_cache=self.int8_cache,
             **options,
         )
+
+    @property
+    def int8_cache(self) -> bool:
+        return self.kv_cache_dtype == "int8"
 
 
 def placement(
@@ -146,6 +154,8 @@ def load(
     revision: str | None = None,
     tokenizer: str | None = None,
     placement: Placement | None = None,
+    quantization: str | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> Loaded:
     """Loads what the command line names.
 
@@ -159,6 +169,8 @@ def load(
         speculate: no head is an error, unless num_speculative_tokens is 0.
         revision: of the hub id that ``model`` then must be.
         placement: the devices, to which each tensor goes as it is read (default: the first device).
+        quantization: of the target's matrices, int8, int4 or gguf; a head keeps its dtype.
+        kv_cache_dtype: of the target's keys and values, auto or int8.
 
     Raises:
         CheckpointError: a model or head that cannot be loaded.
@@ -189,16 +201,25 @@ def load(
         raise CommandError(f"{found} but there is no head for {name}; name one, or leave it out")
     chosen = resolve_dtype(dtype)
     mesh = placement and placement.mesh
-    target = load_target(model, dtype=chosen, revision=revision, tokenizer=tokenizer, mesh=mesh)
+    if quantization is not None and placement is not None and placement.tensor > 1:
+        raise CommandError(
+            f"--quantization {quantization} and --tensor-parallel-size {placement.tensor}: quantised weights "
+            "are not split over devices; leave one of them out"
+        )
+    target = load_target(
+        model, dtype=chosen, revision=revision, tokenizer=tokenizer, mesh=mesh, quantization=quantization
+    )
     if head is None or num_speculative_tokens == 0:
-        return Loaded(target, None, 0, chosen, placement)
+        return Loaded(target, None, 0, chosen, placement, kv_cache_dtype)
     split = placement is None or placement.split_head
     config, params = load_head(head, target.config, target.params, dtype=chosen, mesh=mesh, split=split)
     _check_method(config, method, head)
     if num_speculative_tokens is None:
         trained = DEFAULT_TOKENS if config.method == "eagle3" else config.num_depths
         num_speculative_tokens = min(trained, DEFAULT_TOKENS)
-    return Loaded(target, Head(config, params, head), num_speculative_tokens, chosen, placement)
+    return Loaded(
+        target, Head(config, params, head), num_speculative_tokens, chosen, placement, kv_cache_dtype
+    )
 
 
 def _check_revision(model: str | None, revision: str | None) -> None:
@@ -288,7 +309,8 @@ def _position_bytes(
 ) -> tuple[int, int]:
     """Bytes that the keys and values of one token take on a device, and those of a slot's rings."""
     parts = loaded.placement.tensor if loaded.placement is not None and split else 1
-    layer = 2 * config.block.num_kv_heads // parts * config.block.head_dim * loaded.dtype.itemsize
+    int8 = loaded.int8_cache and config is loaded.target.config
+    layer = 2 * config.block.num_kv_heads // parts * row_bytes(config.block.head_dim, loaded.dtype, int8)
     bounds = (rings or (0,)) * (config.num_layers // len(rings or (0,)))
     return layer * sum(ring == 0 for ring in bounds), layer * sum(bounds)
 
@@ -331,6 +353,8 @@ def describe(loaded: Loaded, max_model_len: int) -> list[tuple[str, Any]]:
         *lines,
         *_lie(loaded),
         ("dtype", f"{loaded.dtype.name} on {jax.default_backend()}"),
+        *([("quantization", describe_quantization(loaded.target))] if loaded.target.quantization else []),
+        *([("KV cache", describe_cache(loaded.target.config, loaded.dtype))] if loaded.int8_cache else []),
         ("max_model_len", max_model_len),
     ]
 

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from peagle_jax import commands
+from peagle_jax import commands, precision
 from peagle_jax.arguments import CommandError, Parser, add_model, named, run_command, utf8
 from peagle_jax.commands import Loaded
 from peagle_jax.config import TargetConfig
@@ -189,6 +189,8 @@ def build_parser() -> Parser:
         help="devices to split the model over",
     )
     add("--draft-tensor-parallel-size", type=int, metavar="N", help="1: the head is whole on each of them")
+    precision.add_quantization(add)
+    precision.add_kv_cache_dtype(add)
     add("--raw", action="store_true", help="the prompt as it is, without the model's chat template")
     add("--compare", action="store_true", help="also decode without the head, and compare tokens and speed")
     add("--json", action="store_true", help="print one JSON object and nothing else")
@@ -217,6 +219,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         revision=args.revision,
         tokenizer=args.tokenizer,
         placement=commands.placement(1, args.tensor_parallel_size, None, args.draft_tensor_parallel_size),
+        quantization=args.quantization,
+        kv_cache_dtype=args.kv_cache_dtype,
     )
     prompt_ids = prompt_token_ids(loaded.target.tokenizer, prompt, args.raw)
     max_tokens = _room(loaded, prompt_ids, args.max_tokens)
@@ -345,6 +349,8 @@ def _report(loaded: Loaded, prompt_tokens: int, run: Run) -> dict[str, Any]:
         "head": head and head.source,
         "method": head and head.config.method,
         "dtype": loaded.dtype.name,
+        "quantization": loaded.target.quantization,
+        "kv_cache_dtype": loaded.kv_cache_dtype,
     }
 
 

@@ -13,6 +13,7 @@ from peagle_jax.arguments import CommandError
 from peagle_jax.checkpoint.errors import CheckpointError
 from peagle_jax.checkpoint.model import LoadedTarget
 from peagle_jax.config import ConfigError
+from peagle_jax.layers.quantized import quantize
 from peagle_jax.speculative.request import Request, settings_of
 from tests.serve.tiny_model import CONFIG, PARAMS, TOKENIZER, tiny_head
 from tests.tiny import head_params
@@ -208,3 +209,57 @@ def test_the_report_names_what_was_resolved(loads):
     assert report["head"] == "P-EAGLE, 1 layers, draft vocabulary 90, trained for K up to 3"
     assert report["taps"] == "0, 1, 2 of boundaries 0..2"
     assert (report["K"], report["max_model_len"]) == (2, 99)
+
+
+def quantized_target(kind="int8"):
+    """The tiny target with two quantised matrices."""
+    first = PARAMS.layers[0]
+    first = first.replace(wq=quantize(first.wq, kind), wk=quantize(first.wk, kind))
+    params = PARAMS.replace(layers=(first, *PARAMS.layers[1:]))
+    return LoadedTarget(CONFIG, params, TOKENIZER, "tiny", {}, "memory", kind)
+
+
+def test_quantisation_is_asked_of_the_target_and_never_of_the_head(loads):
+    commands.load(None, None, None, quantization="int8")
+    (_, _, target), (_, _, head) = loads
+    assert target["quantization"] == "int8"
+    assert "quantization" not in head
+
+
+def test_the_report_says_what_is_quantised():
+    loaded = commands.Loaded(quantized_target(), None, 0, jnp.dtype(jnp.float32))
+    assert dict(commands.describe(loaded, 99))["quantization"].startswith("int8, ")
+
+
+def test_quantised_weights_leave_more_of_the_memory_for_the_caches(monkeypatch):
+    monkeypatch.setattr(commands, "_machine_memory", lambda: 10**6)
+    plain = commands.Loaded(
+        LoadedTarget(CONFIG, PARAMS, TOKENIZER, "tiny", {}, "memory"), None, 0, jnp.dtype(jnp.float32)
+    )
+    saved = dataclasses.replace(plain, target=quantized_target())
+    wq, wk = saved.target.params.layers[0].wq, saved.target.params.layers[0].wk
+    less = sum(4 * w.values.size - w.nbytes for w in (wq, wk))
+    position = 2 * 4 * CONFIG.num_layers * CONFIG.block.num_kv_heads * CONFIG.block.head_dim
+    gained = commands.kv_room(saved, 0.5, 1) - commands.kv_room(plain, 0.5, 1)
+    assert less // position <= gained <= less // position + 1
+
+
+def test_an_int8_cache_has_more_positions_in_the_same_memory(loads, monkeypatch):
+    plain, saved = (commands.load(None, None, None, kv_cache_dtype=kind) for kind in ("auto", "int8"))
+    monkeypatch.setattr(commands, "_machine_memory", lambda: 2 * 10**6)
+    room = [commands.kv_room(loaded, 0.5, 1) for loaded in (plain, saved)]
+    block, size = CONFIG.block, plain.dtype.itemsize
+    heads = 2 * CONFIG.num_layers * block.num_kv_heads
+    head = plain.head.config
+    drafter = 2 * head.num_layers * head.block.num_kv_heads * head.block.head_dim * size
+    whole, less = heads * block.head_dim * size, heads * (block.head_dim + 4)
+    assert room[0] * (whole + drafter) <= room[1] * (less + drafter) < (room[0] + 2) * (whole + drafter)
+    report = dict(commands.describe(saved, 99))
+    assert report["KV cache"].startswith("int8, ")
+    assert "KV cache" not in dict(commands.describe(plain, 99))
+
+
+def test_quantised_weights_are_not_split_over_devices(loads):
+    with pytest.raises(CommandError, match="--quantization int8 and --tensor-parallel-size 2: .* leave one"):
+        commands.load("m", None, None, quantization="int8", placement=commands.placement(1, 2))
+    assert loads == []

@@ -23,6 +23,15 @@ TARGET = TargetConfig(
     eos_token_ids=(VOCAB - 1,),
 )
 
+WIDE = TargetConfig(
+    family="llama",
+    block=BlockConfig(64, 192, 8, 2, 16, 1e-5, RopeConfig(theta=1000.0)),
+    vocab_size=VOCAB,
+    num_layers=3,
+    max_position=256,
+    eos_token_ids=(VOCAB - 1,),
+)
+"""Of inputs that four-bit weights can have."""
 GPT_OSS = TargetConfig(
     family="gpt_oss",
     block=BlockConfig(12, 10, 4, 2, 6, 1e-5, RopeConfig(theta=1000.0), MoeConfig(7, 3), 1.5),

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
@@ -16,8 +17,10 @@ from peagle_jax.checkpoint.errors import CheckpointError
 from peagle_jax.checkpoint.experts import read_gguf
 from peagle_jax.checkpoint.gguf_format import TensorData, read_header
 from peagle_jax.checkpoint.placing import Places
+from peagle_jax.checkpoint.quantization import block_weight
 from peagle_jax.checkpoint.tensors import Reader, Shape, gguf_name, read_target
 from peagle_jax.config import BlockConfig, ConfigError, MoeConfig, RopeConfig, TargetConfig
+from peagle_jax.layers.quantized import BlockWeight
 from peagle_jax.layers.rope import inverse_frequencies
 from peagle_jax.models import registry
 from peagle_jax.models.family import MODEL_NAMES, Family
@@ -89,6 +92,14 @@ class GGUFFile:
     def read(self, name: str) -> np.ndarray:
         values = self._data.read(name)
         return self._half_split(name, values) if self.family.gguf_permutes_qk else values
+
+    def packed(self, name: str, dtype: np.dtype) -> BlockWeight | None:
+        """The tensor in the file's own blocks; None for a type that is not kept so."""
+        data, kind = self._data.blocks(name)
+        weight = block_weight(data, kind, self.shape(name), dtype)
+        if weight is None or not self.family.gguf_permutes_qk:
+            return weight
+        return jax.tree.map(lambda part: self._half_split(name, part), weight)
 
     def _half_split(self, name: str, values: np.ndarray) -> np.ndarray:
         """Undoes the row order that llama.cpp gives q and k: (pair, half) back to (half, pair)."""
@@ -259,9 +270,10 @@ def load_params(
     dtype: DTypeLike = jnp.float32,
     stacked: bool = False,
     places: Places | None = None,
+    quantization: str | None = None,
 ) -> TargetParams:
     """The weights, decoded one tensor at a time. Raises CheckpointError as ``read_target`` does."""
-    reader = Reader(file)
+    reader = Reader(file, quantization)
     flags = {"attention_bias": reader.has("blk.0.attn_q.bias"), "mlp_bias": reader.has("blk.0.ffn_up.bias")}
     name_of = partial(gguf_name, family=file.family)
     experts = None if cfg.block.moe is None else read_gguf

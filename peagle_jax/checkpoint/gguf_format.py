@@ -138,10 +138,18 @@ class TensorData:
         block, size = self._gguf.GGML_QUANT_SIZES[self._type(name)]
         return math.prod(self._tensors[name].shape) // block * size
 
+    def _bytes(self, name: str) -> np.ndarray:
+        start = self._tensors[name].offset
+        return np.asarray(self._data[start : start + self._size(name)])
+
+    def blocks(self, name: str) -> tuple[np.ndarray, str]:
+        """The tensor's bytes, and ggml's name of its type."""
+        return self._bytes(name), self._type(name).name
+
     def read(self, name: str) -> np.ndarray:
         """The tensor as float32, (out, in). Raises CheckpointError for a type without a decoder."""
         info, kind = self._tensors[name], self._type(name)
-        data = np.asarray(self._data[info.offset : info.offset + self._size(name)])
+        data = self._bytes(name)
         step = self._gguf.GGML_QUANT_SIZES[kind][1]
         blocks = data.size // step
         rows = max(1, data.size // self._CHUNK)

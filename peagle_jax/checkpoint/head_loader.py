@@ -15,6 +15,7 @@ from peagle_jax.checkpoint.tensors import Shape, TensorSource
 from peagle_jax.config import DrafterConfig, TargetConfig
 from peagle_jax.drafter.head import DrafterParams
 from peagle_jax.layers.block import BlockParams
+from peagle_jax.layers.quantized import QuantizedWeight, dequantize
 from peagle_jax.models.stack import TargetParams
 
 
@@ -89,6 +90,7 @@ class HeadLoader(HeadReader):
             return shared
         own = self.reader.raw(self.name(field), shape)
         # Compared in the file's dtype: a bfloat16 copy of a wider target's table is that table.
-        if shared.shape == shape and same_array(own, shared):
+        table = dequantize(shared) if isinstance(shared, QuantizedWeight) else shared
+        if shared.shape == shape and same_array(own, table):
             return shared
         return self._take(field, HEAD_NAMES[field], shape)

@@ -34,7 +34,11 @@ def read_generation(folder: Path) -> dict[str, Any]:
 
 
 def load_folder(
-    folder: Path, dtype: DTypeLike = jnp.float32, stacked: bool = False, mesh: Mesh | None = None
+    folder: Path,
+    dtype: DTypeLike = jnp.float32,
+    stacked: bool = False,
+    mesh: Mesh | None = None,
+    quantization: str | None = None,
 ) -> tuple[TargetConfig, TargetParams]:
     """Config and weights of a target, on a decoding ``mesh`` or on the first device.
 
@@ -47,7 +51,7 @@ def load_folder(
     raw = read_json(folder / "config.json")
     place = str(folder / "config.json")
     cfg = read_target_config(raw, read_generation(folder), place)
-    reader = Reader(open_weights(folder))
+    reader = Reader(open_weights(folder), quantization)
     if cfg.tie_word_embeddings and reader.has("lm_head.weight"):
         cfg = _settle_tie(cfg, reader)
     family, keys = family_of(raw, place), text_config(raw, place)

@@ -6,11 +6,13 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
+import jax
 import numpy as np
 from jax.typing import DTypeLike
 
 from peagle_jax.checkpoint.errors import CheckpointError
 from peagle_jax.checkpoint.placing import Places
+from peagle_jax.checkpoint.quantization import MATRICES, VOCABULARY, PackedSource, quantized
 from peagle_jax.config import BlockConfig, TargetConfig
 from peagle_jax.layers.block import BlockParams
 from peagle_jax.layers.moe import Experts
@@ -47,10 +49,13 @@ def _all_finite(array: np.ndarray) -> bool:
 
 
 class Reader:
-    """Takes tensors out of a source with their expected shapes, and remembers which."""
+    """Takes tensors out of a source with their expected shapes, and remembers which.
 
-    def __init__(self, source: TensorSource) -> None:
-        self.source = source
+    ``quantization`` is what ``weight`` makes of matrices: int8, int4, gguf (packed as they are), or None.
+    """
+
+    def __init__(self, source: TensorSource, quantization: str | None = None) -> None:
+        self.source, self.quantization = source, quantization
         self.available = set(source.names())
         self.taken: set[str] = set()
 
@@ -63,6 +68,10 @@ class Reader:
         Raises:
             CheckpointError: it is missing, or has another shape.
         """
+        self._check(name, shape)
+        return self.source.read(name)
+
+    def _check(self, name: str, shape: Shape | None) -> None:
         place = self.source.place
         if name not in self.available:
             expected = "" if shape is None else f" of shape {list(shape)}"
@@ -73,7 +82,6 @@ class Reader:
                 f"{place}: tensor {name} has shape {list(found)}; expected {list(shape)} from the config"
             )
         self.taken.add(name)
-        return self.source.read(name)
 
     def take(self, name: str, shape: Shape, dtype: np.dtype | None) -> np.ndarray:
         """The tensor in ``dtype`` (None: its own), contiguous and owned.
@@ -87,12 +95,38 @@ class Reader:
                 f"{self.source.place}: tensor {name} is {array.dtype}, a quantised weight; "
                 "expected float32, float16 or bfloat16; load the unquantised checkpoint"
             )
+        self._check_finite(name, array)
+        return np.array(array, dtype=dtype, order="C")
+
+    def _check_finite(self, name: str, array: np.ndarray) -> None:
         if not _all_finite(array):
             raise CheckpointError(
                 f"{self.source.place}: tensor {name} holds NaN or infinity; the file is damaged, or its "
                 "training diverged; expected finite weights"
             )
-        return np.array(array, dtype=dtype, order="C")
+
+    def weight(self, field: str, name: str, shape: Shape, dtype: np.dtype) -> Any:
+        """The tensor of a field in ``dtype``, or quantised: a tree of NumPy arrays.
+
+        Raises:
+            CheckpointError: as ``take``; the tensor has no form in the reader's quantization.
+        """
+        kind, place = self.quantization, self.source.place
+        if kind is None or field not in MATRICES:
+            return self.take(name, shape, dtype)
+        if kind != "gguf":
+            array = self.take(name, shape, np.dtype(np.float32))
+            return quantized(kind, field, array, dtype, f"{place}: tensor {name}")
+        if not isinstance(self.source, PackedSource):
+            raise CheckpointError(f"{place} is no GGUF file; expected quantization int8 or int4, or none")
+        self._check(name, shape)
+        packed = self.source.packed(name, dtype)
+        if packed is None:
+            return self.take(name, shape, dtype)
+        for part in (packed.scale, packed.minimum):
+            if part is not None:
+                self._check_finite(name, part)
+        return packed
 
     def finish(self, ignore: Callable[[str], bool] = lambda name: False) -> None:
         """Raises CheckpointError when a tensor of the file found no place."""
@@ -141,10 +175,10 @@ def read_layer(
     fields: Iterable[str],
     shapes: Mapping[str, Shape],
     dtype: np.dtype,
-    put: Callable[[str, np.ndarray], Any],
+    put: Callable[[str, Any], Any],
 ) -> dict[str, Any]:
-    """One layer's arrays by ``BlockParams`` field, each ``put`` where it belongs before the next is read."""
-    return {field: put(field, reader.take(name_of(field), shapes[field], dtype)) for field in fields}
+    """One layer's weights by ``BlockParams`` field, each ``put`` where it belongs before the next is read."""
+    return {field: put(field, reader.weight(field, name_of(field), shapes[field], dtype)) for field in fields}
 
 
 def read_target(
@@ -177,13 +211,18 @@ def read_target(
             found |= none | {"experts": put("experts", experts(reader, cfg.block, index, dtype))}
         return found
 
-    def own(field: str, shape: Shape) -> Any:
-        return places.put(field, reader.take(name_of(field, None), shape, dtype))
+    def own(field: str, shape: Shape, kind: str | None = None) -> Any:
+        return places.put(field, reader.weight(kind or field, name_of(field, None), shape, dtype))
 
     def stack(indices: range) -> BlockParams:
         filled: dict[str, Any] = {}
 
         def fill(at: int, field: str, array: Any) -> Any:
+            if field in filled and not _alike(filled[field], array):
+                raise CheckpointError(
+                    f"{reader.source.place}: {name_of(field, indices[at])} is of another type than in the "
+                    "layers before it, which are stacked; leave out quantization gguf, or ask for int8"
+                )
             return places.fill(filled.get(field), field, array, at, len(indices))
 
         for at, index in enumerate(indices):
@@ -196,9 +235,19 @@ def read_target(
         layers = stacks if cfg.cycle > 1 else stacks[0]
     else:
         layers = tuple(BlockParams(**layer(i, places.put)) for i in range(cfg.num_layers))
-    embed, final_norm = own("embed", table), own("final_norm", (cfg.hidden_size,))
+    embed = own("embed", table, VOCABULARY if cfg.tie_word_embeddings else None)
+    final_norm = own("final_norm", (cfg.hidden_size,))
     lm_head = None if cfg.tie_word_embeddings else own("lm_head", table)
     return TargetParams(embed, layers, final_norm, lm_head)
+
+
+def _alike(stack: Any, weight: Any) -> bool:
+    """Whether a layer's weight is of its stack's arrays; kv heads may be stored more than once there."""
+
+    def kind(tree: Any) -> tuple[Any, list[tuple[int, np.dtype]]]:
+        return jax.tree.structure(tree), [(leaf.shape[-1], leaf.dtype) for leaf in jax.tree.leaves(tree)]
+
+    return kind(stack) == kind(weight)
 
 
 def hf_name(field: str, layer: int | None, family: Family = LLAMA) -> str:

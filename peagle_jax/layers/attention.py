@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from peagle_jax.layers.quantized_rows import Int8Rows, quantize_rows, widened
+
 NEGATIVE = -1e30  # finite, so that a fully masked row never yields NaN
 
 BLOCK = 128
@@ -61,9 +63,20 @@ def ring_positions(slots: Int[Array, " s"], lengths: Int[Array, " b"], room: int
     return slots + room * ((last - slots) // room)
 
 
-def _block(cache: Array, slot: Array | int, start: Array, w: int, size: int) -> Array:
+def _operand(x: Array, cache: Array | Int8Rows, dtype: jnp.dtype) -> Array:
+    """New rows as they would be read from the cache, so that a step's width changes nothing."""
+    return widened(quantize_rows(x, dtype)) if isinstance(cache, Int8Rows) else x.astype(dtype)
+
+
+def _block(cache: Array | Int8Rows, slot: Array | int, start: Array, w: int, size: int) -> Array:
     """Positions ``start``.. of sequences ``slot``.. as operands: (w, G, size, H)."""
-    x = jax.lax.dynamic_slice(cache, (slot, 0, start, 0), (w, cache.shape[1], size, cache.shape[3]))
+
+    def read(x: Array) -> Array:
+        return jax.lax.dynamic_slice(x, (slot, 0, start, 0), (w, x.shape[1], size, x.shape[3]))
+
+    x = jax.tree.map(read, cache)
+    if isinstance(x, Int8Rows):
+        return widened(x)
     return jax.lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == jnp.uint16 else x
 
 
@@ -71,8 +84,8 @@ def cached_attention(
     q: Float[Array, "b t n h"],
     k_new: Float[Array, "b t g h"],
     v_new: Float[Array, "b t g h"],
-    k_cache: Shaped[Array, "slots g s h"],
-    v_cache: Shaped[Array, "slots g s h"],
+    k_cache: Shaped[Array, "slots g s h"] | Int8Rows,
+    v_cache: Shaped[Array, "slots g s h"] | Int8Rows,
     lengths: Int[Array, " b"],
     own_mask: Bool[Array, "b t t"],
     slot: Int[Array, ""] | int = 0,
@@ -96,7 +109,8 @@ def cached_attention(
     size = min(BLOCK, room)
     dtype = jnp.dtype(jnp.bfloat16) if k_cache.dtype == jnp.uint16 else k_cache.dtype
     rows = grouped(q * q.shape[-1] ** -0.5, g).astype(dtype)
-    own = jnp.einsum("bgth,bsgh->bgts", rows, k_new.astype(dtype), preferred_element_type=jnp.float32)
+    k_new, v_new = _operand(k_new, k_cache, dtype), _operand(v_new, v_cache, dtype)
+    own = jnp.einsum("bgth,bsgh->bgts", rows, k_new, preferred_element_type=jnp.float32)
     shape = own.shape
     own = jnp.where(own_mask[:, None, None], own.reshape(w, g, -1, t, t), NEGATIVE).reshape(shape)
     top = own.max(-1)
@@ -105,9 +119,7 @@ def cached_attention(
         top = jnp.maximum(top, sunk)
     # A row sees itself, so ``top`` is a real score and a masked one becomes exactly 0.
     p = jnp.exp(own - top[..., None])
-    out = jnp.einsum(
-        "bgts,bsgh->bgth", p.astype(dtype), v_new.astype(dtype), preferred_element_type=jnp.float32
-    )
+    out = jnp.einsum("bgts,bsgh->bgth", p.astype(dtype), v_new, preferred_element_type=jnp.float32)
 
     def block(j: Array, first: Array | int, count: int, part: tuple[Any, ...]) -> tuple[Array, Array, Array]:
         """Block j of ``count`` sequences from ``first`` on: ``part`` is their rows, lengths and state."""

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from peagle_jax.layers.apart import computed_apart
+from peagle_jax.layers.quantized import QuantizedWeight, multiply, rows_of
 
 # XLA:CPU multiplies a single bfloat16 row in a scalar loop (35 ms for SmolLM2's vocabulary
 # product), while eight rows go to the matrix unit (2.5 ms). Rows are independent there, so a
@@ -49,33 +50,41 @@ def _narrow_backward(saved: tuple[Array, Array], g: Array) -> tuple[Array, Array
 _narrow_product.defvjp(_narrow_forward, _narrow_backward)
 
 
-def product(x: Float[Array, "... d"], w: Shaped[Array, "f d"]) -> Float[Array, "... f"]:
+def product(x: Float[Array, "... d"], w: Shaped[Array, "f d"] | QuantizedWeight) -> Float[Array, "... f"]:
     """``x @ w.T`` in w's dtype with float32 accumulation. Returns float32.
 
     float32 weights give the plain product. Narrow weights round x to their dtype first.
+    For quantised ones see ``quantized.multiply``.
 
     Weights are stored (out, in), as checkpoints do. On two CPU cores with AMX, the products of SmolLM2's
     blocks in bfloat16 take 0.6 of the time that the other order takes for 8 rows, and 0.8 for 128.
     """
     rows = x.reshape(-1, x.shape[-1])
-    if w.dtype == jnp.float32:
-        out = _contract(rows, w, 1)
-    else:
-        count = rows.shape[0]
-        if count < MIN_ROWS:
-            rows = jnp.pad(rows, ((0, MIN_ROWS - count), (0, 0)))
-        out = cast(Array, _narrow_product(rows.astype(w.dtype), w))[:count]
+    out = multiply(rows, w, _dense) if isinstance(w, QuantizedWeight) else _dense(rows, w)
     return out.reshape(*x.shape[:-1], out.shape[1])
 
 
-@jax.custom_vjp
-def table_rows(table: Shaped[Array, "v d"], ids: Int[Array, "..."]) -> Float[Array, "... d"]:
-    """Rows of a vocabulary table as float32.
+def _dense(rows: Array, w: Array) -> Array:
+    if w.dtype == jnp.float32:
+        return _contract(rows, w, 1)
+    count = rows.shape[0]
+    if count < MIN_ROWS:
+        rows = jnp.pad(rows, ((0, MIN_ROWS - count), (0, 0)))
+    return cast(Array, _narrow_product(rows.astype(w.dtype), w))[:count]
 
-    XLA:CPU gathers narrow floats by widening the whole table first (27 ms for SmolLM2's), so a
+
+def table_rows(
+    table: Shaped[Array, "v d"] | QuantizedWeight, ids: Int[Array, "..."]
+) -> Float[Array, "... d"]:
+    """Rows of a vocabulary table as float32."""
+    return rows_of(table, ids) if isinstance(table, QuantizedWeight) else _array_rows(table, ids)
+
+
+@jax.custom_vjp
+def _array_rows(table: Array, ids: Array) -> Array:
+    """XLA:CPU gathers narrow floats by widening the whole table first (27 ms for SmolLM2's), so a
     narrow table is read through its bits there, which have no gradient of their own. A TPU would copy the
-    table to read it so.
-    """
+    table to read it so."""
     if table.dtype == jnp.float32:
         return table[ids]
 
@@ -90,7 +99,7 @@ def table_rows(table: Shaped[Array, "v d"], ids: Int[Array, "..."]) -> Float[Arr
 
 
 def _read_rows(table: Array, ids: Array) -> tuple[Array, tuple[Array, Array]]:
-    return table_rows(table, ids), (table, ids)
+    return _array_rows(table, ids), (table, ids)
 
 
 def _add_rows(read: tuple[Array, Array], gradient: Array) -> tuple[Array, None]:
@@ -98,4 +107,4 @@ def _add_rows(read: tuple[Array, Array], gradient: Array) -> tuple[Array, None]:
     return jnp.zeros(table.shape, gradient.dtype).at[ids].add(gradient).astype(table.dtype), None
 
 
-table_rows.defvjp(_read_rows, _add_rows)
+_array_rows.defvjp(_read_rows, _add_rows)

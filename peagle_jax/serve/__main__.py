@@ -99,6 +99,8 @@ def prepare(args: argparse.Namespace, options: SpeculativeOptions, template: str
         dtype=args.dtype,
         revision=args.revision,
         tokenizer=args.tokenizer,
+        quantization=args.quantization,
+        kv_cache_dtype=args.kv_cache_dtype,
         placement=build.placement(engine, options),
     )
     max_model_len = commands.context_limit(loaded.target, args.max_model_len)

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, get_args
 
-from peagle_jax import commands
+from peagle_jax import commands, precision
 from peagle_jax.arguments import (
     CommandError,
     Parser,
@@ -129,6 +129,7 @@ def _add_model_flags(group: Any) -> None:
     add("--revision", type=named, help="of the model's hub id")
     add("--speculative-config", type=utf8, metavar="JSON", help="the head and how it drafts; see below")
     add("--dtype", choices=commands.DTYPES, default="auto", help="of the weights (default: auto)")
+    precision.add_quantization(add)
     add(
         "--max-model-len",
         type=whole(2),
@@ -174,7 +175,7 @@ def _add_engine_flags(group: Any) -> None:
         metavar="F",
         help="part of the memory that weights and cache may take (default: 0.9)",
     )
-    add("--kv-cache-dtype", default="auto", choices=["auto"], help="auto: that of the computation")
+    precision.add_kv_cache_dtype(add)
     add(
         "--tensor-parallel-size",
         "-tp",

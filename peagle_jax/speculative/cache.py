@@ -16,6 +16,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from peagle_jax.layers.attention import BLOCK, narrowed
+from peagle_jax.layers.quantized_rows import SCALE_BYTES, Int8Rows, quantize_rows
 
 AXES = (None, "kv_heads", None, None)
 """Names of a layer's axes for ``parallel.rules``."""
@@ -23,7 +24,8 @@ AXES = (None, "kv_heads", None, None)
 
 @struct.dataclass
 class KVCache:
-    """Keys and values, each (slots, G, positions, H) a layer; uint16 holds the bits of bfloat16.
+    """Keys and values, each (slots, G, positions, H) a layer; uint16 holds the bits of bfloat16, Int8Rows
+    have a scale for each head and position.
 
     Layers lie on a leading axis (``stacked``, for a scanned target; one array for each layer of its cycle)
     or are a tuple of arrays (for an unrolled one): XLA:CPU copies every slice of a stacked array, which
@@ -33,8 +35,8 @@ class KVCache:
     sliding window lies at p % that. 0 or none: it holds them all.
     """
 
-    k: Array | tuple[Array, ...]
-    v: Array | tuple[Array, ...]
+    k: Any  # an array or Int8Rows, or a tuple of them
+    v: Any
     rings: tuple[int, ...] = struct.field(pytree_node=False, default=())
 
     @property
@@ -43,17 +45,24 @@ class KVCache:
 
     def map(self, change: Callable[..., Array], *others: Any) -> KVCache:
         """``change(array, ring, *parts)`` of every array; ``others`` are (k, v) pairs of the same form."""
-        arrays = jax.tree.leaves(self.k)
-        rings = self.rings or (0,) * len(arrays)
-        tree = jax.tree.structure(self.k)
 
         def one(mine: Any, *theirs: Any) -> Any:
-            rows = zip(jax.tree.leaves(mine), rings, *map(jax.tree.leaves, theirs), strict=True)
-            return jax.tree.unflatten(tree, [change(*row) for row in rows])
+            layers, tree = jax.tree.flatten(mine, is_leaf=_is_layer)
+            rings = self.rings or (0,) * len(layers)
+            parts = [jax.tree.leaves(other, is_leaf=_is_layer) for other in theirs]
+            found = [
+                jax.tree.map(lambda x, *rest, ring=ring: change(x, ring, *rest), layer, *rest)
+                for ring, layer, *rest in zip(rings, layers, *parts, strict=True)
+            ]
+            return jax.tree.unflatten(tree, found)
 
         return self.replace(
             k=one(self.k, *(other[0] for other in others)), v=one(self.v, *(other[1] for other in others))
         )
+
+
+def _is_layer(x: Any) -> bool:
+    return isinstance(x, Int8Rows)
 
 
 def ring_room(window: int, most_rows: int) -> int:
@@ -67,6 +76,11 @@ def storage_dtype(dtype: jnp.dtype, platform: str) -> jnp.dtype:
     return jnp.dtype(jnp.uint16) if dtype == jnp.bfloat16 and platform == "cpu" else dtype
 
 
+def row_bytes(head_dim: int, dtype: jnp.dtype, int8: bool = False) -> int:
+    """Bytes that a head's key (or value) of one position takes."""
+    return head_dim + SCALE_BYTES if int8 else head_dim * dtype.itemsize
+
+
 def create_cache(
     num_layers: int,
     slots: int,
@@ -76,13 +90,21 @@ def create_cache(
     dtype: jnp.dtype,
     stacked: bool,
     rings: tuple[int, ...] = (),
+    int8: bool = False,
 ) -> KVCache:
-    """A zeroed cache. ``rings`` bound the layers of a cycle, see ``KVCache``."""
+    """A zeroed cache of ``dtype``, or of ``int8`` rows that are read in it. ``rings`` bound the layers of a
+    cycle, see ``KVCache``."""
     cycle = rings or (0,)
     rooms = [min(positions, ring or positions) for ring in cycle]
 
-    def zeros(room: int, *lead: int) -> Array:
-        return jnp.zeros((*lead, slots, num_kv_heads, room, head_dim), dtype)
+    def zeros(room: int, *lead: int) -> Any:
+        shape = (*lead, slots, num_kv_heads, room)
+        if not int8:
+            return jnp.zeros((*shape, head_dim), dtype)
+        operands = jnp.dtype(jnp.bfloat16) if dtype == jnp.uint16 else dtype
+        return Int8Rows(
+            jnp.zeros((*shape, head_dim), jnp.int8), jnp.zeros((*shape, 1), jnp.float32), operands
+        )
 
     if stacked:
         each = num_layers // len(cycle)
@@ -90,6 +112,13 @@ def create_cache(
         return KVCache(*((k, v) if rings else (k[0], v[0])), rings)
     k, v = (tuple(zeros(rooms[i % len(cycle)]) for i in range(num_layers)) for _ in "kv")
     return KVCache(k, v, rings * (num_layers // len(cycle)))
+
+
+def _stored(rows: Array, cache: Array | Int8Rows) -> Array | Int8Rows:
+    """New rows (..., T, G, H) as the cache holds them, (..., G, T, H)."""
+    if isinstance(cache, Int8Rows):
+        return quantize_rows(rows, cache.dtype).swapaxes(-3, -2)
+    return narrowed(rows.swapaxes(-3, -2), cache.dtype)
 
 
 def _put(cache: Array, rows: Array, slot: Array | int, start: Array) -> Array:
@@ -137,7 +166,7 @@ def write(
     """
     starts = starts + jnp.isnan(hidden[:, 0, 0])  # adds 0 to every sequence that is not lost anyway
     caches = (cache.k, cache.v)
-    rows = jax.tree.map(lambda c, r: narrowed(r.swapaxes(-3, -2), c.dtype), caches, (k, v))
+    rows = jax.tree.map(lambda c, r: _stored(r, c), caches, (k, v), is_leaf=_is_layer)
 
     def one(b: Array | int, cache: KVCache) -> KVCache:
         def put(c: Array, ring: int, r: Array) -> Array:

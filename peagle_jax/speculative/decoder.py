@@ -84,6 +84,7 @@ class Decoder:
             short sequences (from ``smallest_cache`` tokens on) and fewer for long ones.
         guided: also compile what grammars need (``guided_round``), with the largest K.
         synthetic_rates: see ``round.Models``.
+        int8_cache: keeps the target's keys and values in int8 (the head's have the target's dtype).
 
     Raises:
         ConfigError: the head does not fit the target, K is above what it was trained for, one
@@ -109,6 +110,7 @@ class Decoder:
         smallest_cache: int = SMALLEST_CACHE,
         guided: bool = False,
         synthetic_rates: tuple[float, ...] | None = None,
+        int8_cache: bool = False,
     ) -> None:
         if spec.num_speculative_tokens == 0:
             drafter = drafter_params = None
@@ -136,7 +138,7 @@ class Decoder:
         self.lookahead = (0 if platform == "cpu" else 1) if lookahead is None else lookahead
         chunk = min(prefill_chunk, max_model_len)
         self._programs = Programs(
-            Models(target, drafter, most, synthetic_rates if most else None),
+            Models(target, drafter, most, synthetic_rates if most else None, int8_cache),
             self.placement.weights(weights),
             Sizes(
                 pools=pools_of(batch, max_model_len, scratch_of(chunk, spec), kv_tokens, smallest_cache),

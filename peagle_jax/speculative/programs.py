@@ -118,6 +118,7 @@ class Programs:
             dtype=self._dtype,
             stacked=self.params[0].is_stacked,
             rings=self.sizes.rings,
+            int8_cache=self.models.int8_cache,
         )
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.replicas, *x.shape)), state)
 

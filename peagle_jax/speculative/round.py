@@ -42,13 +42,14 @@ class Models:
     """The static part of every step. ``most_drafts`` is the largest K: what a draft pass has room for.
 
     ``synthetic_rates``, for benchmarks, accept drafts by chance instead (vLLM's synthetic_acceptance_rates):
-    in so great a share of all rounds that of each position.
+    in so great a share of all rounds that of each position. ``int8_cache`` is the form of the target's.
     """
 
     target: TargetConfig
     drafter: DrafterConfig | None
     most_drafts: int
     synthetic_rates: tuple[float, ...] | None = None
+    int8_cache: bool = False
 
     @property
     def taps(self) -> tuple[int, ...]:

@@ -118,12 +118,13 @@ def empty_state(
     dtype: jnp.dtype,
     stacked: bool,
     rings: tuple[int, ...] = (),
+    int8_cache: bool = False,
 ) -> DecodeState:
     """A state of idle slots. ``settings`` are those of one request, whatever they say; ``rings`` as in
-    ``Sizes``."""
+    ``Sizes``. ``int8_cache`` is the target's; a drafter's has ``dtype`` in any case."""
     t = target.block
     target_cache = create_cache(
-        target.num_layers, slots, t.num_kv_heads, positions, t.head_dim, dtype, stacked, rings
+        target.num_layers, slots, t.num_kv_heads, positions, t.head_dim, dtype, stacked, rings, int8_cache
     )
     drafter_cache = pending = None
     if drafter is not None:

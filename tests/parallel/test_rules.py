@@ -10,10 +10,11 @@ from jax.sharding import PartitionSpec
 from peagle_jax.drafter.head import DrafterParams
 from peagle_jax.layers.block import BlockParams
 from peagle_jax.layers.moe import Experts
+from peagle_jax.layers.quantized import quantize
 from peagle_jax.models.stack import TargetParams, stack_layers
 from peagle_jax.parallel.mesh import MeshError, MeshShape, training_mesh
 from peagle_jax.parallel.rules import RULES, WEIGHTS, constrain, gathered, spec, weight_shardings
-from tests.tiny import TARGET, head_config, head_params, target_params
+from tests.tiny import TARGET, WIDE, head_config, head_params, target_params
 
 FSDP = {"data": 2, "fsdp": 2, "sequence": 1}
 
@@ -93,3 +94,12 @@ def test_names_mean_nothing_inside_a_mapped_replica():
     x = jnp.arange(8.0).reshape(4, 2)
     mapped = jax.pmap(lambda x: constrain(x, "batch") + 1, axis_name="data")
     np.testing.assert_array_equal(mapped(x), x + 1)
+
+
+def test_the_arrays_of_a_quantised_weight_follow_its_field():
+    params = target_params(WIDE)
+    layers = jax.tree.map(lambda w: quantize(w, "int4") if w.ndim == 2 else w, params.layers)
+    found = specs(stack_layers(params.replace(layers=layers)), fsdp_mesh())
+    assert found[".layers.w_down.values"] == PartitionSpec(None, "fsdp", None)
+    assert found[".layers.w_up.scale"] == PartitionSpec(None, "fsdp", None)  # (L, F, 1)
+    assert found[".layers.wq.steps"] == PartitionSpec(None, None, "fsdp")

@@ -67,7 +67,9 @@ def config_of(method: str):
     )
 
 
-def decoder(method: str, data: int, tensor: int, draft_tensor: int | None = None) -> Decoder:
+def decoder(
+    method: str, data: int, tensor: int, draft_tensor: int | None = None, int8_cache: bool = False
+) -> Decoder:
     """Of 8 slots on all replicas together."""
     target, cfg = MIXTURE if method == "mixture" else CONFIG, None
     method = "peagle" if method == "mixture" else method
@@ -85,6 +87,7 @@ def decoder(method: str, data: int, tensor: int, draft_tensor: int | None = None
         batch=8 // data,
         widths=(8 // data,),
         placement=Placement.on(jax.devices()[: data * tensor], tensor, None, draft_tensor),
+        int8_cache=int8_cache,
     )
 
 

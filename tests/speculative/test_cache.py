@@ -1,18 +1,27 @@
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from peagle_jax.speculative.cache import copy_slot, create_cache, reshaped, storage_dtype, write
+from peagle_jax.layers.quantized_rows import Int8Rows, widened
+from peagle_jax.speculative.cache import (
+    copy_slot,
+    create_cache,
+    reshaped,
+    row_bytes,
+    storage_dtype,
+    write,
+)
 
 SLOTS, G, POSITIONS, H, T = 4, 2, 9, 4, 5
 
 
-def filled(stacked: bool, count: int, slot: int = 0, dtype=jnp.float32):
+def filled(stacked: bool, count: int, slot: int = 0, dtype=jnp.float32, int8=False):
     """A cache of 3 layers after one write of T rows to each of ``count`` slots, and what it should hold."""
     rows = np.random.default_rng(0).normal(size=(2, 3, count, T, G, H)).astype(np.float32)
     k, v = (jnp.array(x) if stacked else tuple(jnp.array(x)) for x in rows)
     starts = np.array([1, 4][:count])
-    cache = create_cache(3, SLOTS, G, POSITIONS, H, dtype, stacked)
+    cache = create_cache(3, SLOTS, G, POSITIONS, H, jnp.dtype(dtype), stacked, int8=int8)
     cache = write(cache, k, v, jnp.array(starts), jnp.zeros((count, T, 8)), slot)
     want = np.zeros((2, 3, SLOTS, G, POSITIONS, H), np.float32)
     for b in range(count):
@@ -21,7 +30,9 @@ def filled(stacked: bool, count: int, slot: int = 0, dtype=jnp.float32):
 
 
 def content(cache) -> np.ndarray:
-    return np.stack([np.stack([np.asarray(layer) for layer in part]) for part in (cache.k, cache.v)])
+    parts = [part if isinstance(part, tuple) else [part] for part in (cache.k, cache.v)]
+    found = [[widened(x) if isinstance(x, Int8Rows) else np.asarray(x) for x in part] for part in parts]
+    return np.stack([np.stack(part) if len(part) > 1 else part[0] for part in found])
 
 
 @pytest.mark.parametrize("stacked", [False, True])
@@ -49,13 +60,32 @@ def test_another_shape_keeps_the_slots_in_the_order_asked_for(stacked):
     np.testing.assert_array_equal(shorter, want[:, :, [1, 1, 2, 3, 0], :, :7])
 
 
+@pytest.mark.parametrize("stacked", [False, True])
+def test_int8_rows_are_written_copied_and_reshaped_with_their_scales(stacked):
+    cache, want = filled(stacked, 2, int8=True)
+    step = np.abs(want).max(-1, keepdims=True) / 127
+    assert cache.positions == POSITIONS
+    assert np.all(np.abs(content(cache) - want) <= step * 0.5001)
+    moved = content(copy_slot(cache, jnp.int32(1), jnp.int32(3), jnp.int32(POSITIONS)))
+    np.testing.assert_array_equal(moved[:, :, 3], content(cache)[:, :, 1])
+    longer = content(reshaped(cache, jnp.array([1, 0]), 12))
+    np.testing.assert_array_equal(longer[..., :POSITIONS, :], content(cache)[:, :, [1, 0]])
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_the_bytes_of_a_row_are_those_of_the_arrays(int8):
+    cache = create_cache(3, SLOTS, G, POSITIONS, H, jnp.dtype(jnp.uint16), False, int8=int8)
+    taken = sum(x.nbytes for x in jax.tree.leaves(cache))
+    assert taken == 2 * 3 * SLOTS * POSITIONS * G * row_bytes(H, jnp.dtype(jnp.bfloat16), int8)
+
+
 RING = 7
 
 
-def rings(stacked: bool, starts: list[int], rows: int):
+def rings(stacked: bool, starts: list[int], rows: int, int8: bool = False):
     """A cache of a layer with a ring and one without, twice, after writes of ``rows`` positions at each
     start; every number is its position + 1."""
-    cache = create_cache(4, SLOTS, G, 30, H, jnp.float32, stacked, (RING, 0))
+    cache = create_cache(4, SLOTS, G, 30, H, jnp.dtype(jnp.float32), stacked, (RING, 0), int8)
     for start in starts:
         here = jnp.broadcast_to(jnp.arange(start, start + rows)[None, :, None, None] + 1.0, (1, rows, G, H))
         k = (jnp.stack([here, here]),) * 2 if stacked else (here,) * 4
@@ -104,3 +134,11 @@ def test_bfloat16_is_stored_as_its_bits_on_a_cpu_only():
     assert storage_dtype(jnp.dtype(jnp.float32), "cpu") == jnp.float32
     cache, want = filled(False, 2, dtype=jnp.uint16)
     np.testing.assert_array_equal(content(cache), np.asarray(want.astype(jnp.bfloat16)).view(np.uint16))
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_ring_of_int8_rows_holds_what_a_ring_of_floats_does(stacked):
+    plain, small = (rings(stacked, [0, 5, 10], 5, int8) for int8 in (False, True))
+    for moved in (lambda c: c, lambda c: copy_slot(c, jnp.int32(1), jnp.int32(3), jnp.int32(15))):
+        for a, b in zip(moved(plain).k, moved(small).k, strict=True):
+            np.testing.assert_allclose(widened(b), a, rtol=1e-6)

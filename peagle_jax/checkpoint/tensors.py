@@ -128,6 +128,20 @@ class Reader:
                 self._check_finite(name, part)
         return packed
 
+    def experts(self, found: Experts, dtype: np.dtype, what: str) -> Experts:
+        """A layer's experts, quantised if int8 or int4 is asked for and they are not packed already.
+
+        Raises:
+            CheckpointError: their shape does not suit the kind.
+        """
+        kind, place = self.quantization, self.source.place
+        matrices = {name: getattr(found, name) for name in ("gate", "up", "down")}
+        if kind not in ("int8", "int4") or not all(isinstance(w, np.ndarray) for w in matrices.values()):
+            return found
+        return found.replace(
+            **{name: quantized(kind, name, w, dtype, f"{place}: {what}") for name, w in matrices.items()}
+        )
+
     def finish(self, ignore: Callable[[str], bool] = lambda name: False) -> None:
         """Raises CheckpointError when a tensor of the file found no place."""
         left = sorted(n for n in self.available - self.taken if not ignore(n))
@@ -208,7 +222,8 @@ def read_target(
         found = read_layer(reader, lambda field: name_of(field, index), fields, shapes, dtype, put)
         if experts is not None:
             none = dict.fromkeys(MLP_FIELDS)
-            found |= none | {"experts": put("experts", experts(reader, cfg.block, index, dtype))}
+            mine = reader.experts(experts(reader, cfg.block, index, dtype), dtype, f"layer {index}'s experts")
+            found |= none | {"experts": put("experts", mine)}
         return found
 
     def own(field: str, shape: Shape, kind: str | None = None) -> Any:

@@ -18,9 +18,10 @@ from transformers import PreTrainedTokenizerFast
 from peagle_jax.checkpoint.tensors import gguf_name, hf_name, layer_shapes
 from peagle_jax.config import TargetConfig
 from peagle_jax.layers.block import BlockParams
+from peagle_jax.models.registry import FAMILIES
 from peagle_jax.models.stack import TargetParams
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {family.name: family.architectures[0] for family in FAMILIES}
 
 
 def target_tensors(params: TargetParams, name_of=hf_name) -> dict[str, np.ndarray]:

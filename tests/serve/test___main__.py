@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import queue
 import signal
 import socket
-import subprocess
-import sys
-import threading
 from pathlib import Path
 
 import httpx
@@ -18,6 +13,7 @@ import pytest
 from peagle_jax import commands
 from peagle_jax.arguments import run_command
 from peagle_jax.serve import __main__ as command
+from tests.serve.process import Process
 from tests.serve.tiny_model import write_head, write_model
 
 ROOT = Path(__file__).parents[2]
@@ -118,45 +114,6 @@ def test_help_teaches_the_json_keys(capsys):
         assert word in text
 
 
-class Process:
-    """The command in a process of its own, and the lines that it prints."""
-
-    def __init__(self, *argv: str) -> None:
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "peagle_jax.serve", *argv],
-            env=environment,
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        self.lines: list[str] = []
-        self._arrived: queue.Queue[str | None] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        for line in self.process.stdout or ():
-            self._arrived.put(line)
-        self._arrived.put(None)
-
-    def wait_for(self, word: str) -> str:
-        """The first line with ``word``."""
-        while True:
-            line = self._arrived.get(timeout=600)
-            assert line is not None, "".join(self.lines)
-            self.lines.append(line)
-            if word in line:
-                return line
-
-    def end(self) -> str:
-        """Everything printed, once the process has ended."""
-        self.process.wait(600)
-        while (line := self._arrived.get(timeout=60)) is not None:
-            self.lines.append(line)
-        return "".join(self.lines)
-
-
 @pytest.mark.timeout(1200)  # a busy machine compiles slowly
 def test_it_serves_a_folder_with_a_head_and_ends_in_peace(tmp_path):
     model, head = write_model(tmp_path / "model"), write_head(tmp_path / "head")
@@ -166,7 +123,7 @@ def test_it_serves_a_folder_with_a_head_and_ends_in_peace(tmp_path):
         *("--served-model-name", "tiny", "--speculative-config", json.dumps(config)),
     )
     try:
-        url = server.wait_for("ready: ").split()[1].removesuffix("/v1/chat/completions")
+        url = server.url()
         report = "".join(server.lines)
         for line in (
             "P-EAGLE, 1 layers",

@@ -5,13 +5,8 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import json
-import os
-import queue
 import signal
 import socket
-import subprocess
-import sys
-import threading
 from pathlib import Path
 
 import httpx
@@ -20,6 +15,7 @@ import pytest
 from peagle_jax.checkpoint.head import save_head
 from tests.checkpoint.files import target_json, target_tensors, write_folder
 from tests.serve.doubles import byte_tokenizer
+from tests.serve.process import Process
 from tests.serve.tiny_model import CONFIG, tiny_head
 from tests.tiny import head_params, target_params
 
@@ -27,52 +23,8 @@ ROOT = Path(__file__).parents[2]
 VOCAB = 264  # 4 divides it
 
 
-class Server:
-    """A process of a server, with its output line by line."""
-
-    def __init__(self, devices: int, *argv: str) -> None:
-        flags = os.environ["XLA_FLAGS"].replace("device_count=4", f"device_count={devices}")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "peagle_jax.serve", *argv],
-            cwd=ROOT,
-            env={**os.environ, "XLA_FLAGS": flags},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        self.lines: list[str] = []
-        self._arrived: queue.Queue[str | None] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        for line in self.process.stdout or ():
-            self._arrived.put(line)
-        self._arrived.put(None)
-
-    def wait_for(self, word: str) -> str:
-        """The first line with ``word``."""
-        while True:
-            line = self._arrived.get(timeout=600)
-            assert line is not None, "".join(self.lines)
-            self.lines.append(line)
-            if word in line:
-                return line
-
-    def url(self) -> str:
-        """Its address, once it is ready."""
-        return self.wait_for("ready: ").split()[1].removesuffix("/v1/chat/completions")
-
-    def end(self, seconds: float = 120) -> str:
-        """Everything printed, once the process has ended."""
-        self.process.wait(seconds)
-        while (line := self._arrived.get(timeout=60)) is not None:
-            self.lines.append(line)
-        return "".join(self.lines)
-
-
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):
-
     folder = tmp_path_factory.mktemp("models")
     cfg = dataclasses.replace(CONFIG, vocab_size=VOCAB)
     model = write_folder(folder / "model", target_json(cfg), target_tensors(target_params(cfg)))
@@ -87,13 +39,13 @@ def flags(tmp_path_factory):
     ]
 
 
-def two(flags: list[str]) -> list[Server]:
+def two(flags: list[str]) -> list[Process]:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
     mesh = ["--data-parallel-size", "2", "--tensor-parallel-size", "4"]
     others = ["--distributed", "--coordinator-address", address, "--num-processes", "2", "--process-id"]
-    return [Server(4, *flags, *mesh, *others, str(i)) for i in range(2)]
+    return [Process(*flags, *mesh, *others, str(i)) for i in range(2)]
 
 
 def answers(url: str) -> list:
@@ -112,8 +64,8 @@ def answers(url: str) -> list:
 
 @pytest.mark.timeout(1800)  # two processes compile at once
 def test_two_processes_answer_as_one_and_end_together(flags):
-    alone = Server(4, *flags)
-    servers: list[Server] = []
+    alone = Process(*flags)
+    servers: list[Process] = []
     try:
         expected = answers(alone.url())
         alone.process.send_signal(signal.SIGTERM)

@@ -169,7 +169,7 @@ def load(
         speculate: no head is an error, unless num_speculative_tokens is 0.
         revision: of the hub id that ``model`` then must be.
         placement: the devices, to which each tensor goes as it is read (default: the first device).
-        quantization: of the target's matrices, int8, int4 or gguf; a head keeps its dtype.
+        quantization: of the target's matrices, int8, int4, fp8 or gguf; a head keeps its dtype.
         kv_cache_dtype: of the target's keys and values, auto or int8.
 
     Raises:
@@ -200,6 +200,10 @@ def load(
         name = "the embedded model" if model is None else model
         raise CommandError(f"{found} but there is no head for {name}; name one, or leave it out")
     chosen = resolve_dtype(dtype)
+    if quantization == "fp8" and jax.default_backend() == "cpu":
+        raise CommandError(
+            "--quantization fp8 is for GPUs and TPUs, found a CPU; ask for int8, which takes as much memory"
+        )
     mesh = placement and placement.mesh
     if quantization is not None and placement is not None and placement.tensor > 1:
         raise CommandError(

@@ -25,7 +25,8 @@ def add_quantization(add: Callable[..., Any]) -> None:
         "--quantization",
         "-q",
         choices=QUANTIZATIONS,
-        help="of the model's matrices: int8, int4, or gguf, packed as the file has them (default: none)",
+        help="of the model's matrices: int8, int4, fp8 (not on CPU), or gguf, packed as the file has them "
+        "(default: none)",
     )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from peagle_jax.checkpoint.errors import CheckpointError
 from peagle_jax.layers.quantized import GROUP, BlockWeight, QuantizedWeight, pack, quantize
 
-QUANTIZATIONS = ("int8", "int4", "gguf")
+QUANTIZATIONS = ("int8", "int4", "fp8", "gguf")
 
 VOCABULARY = "lm_head"
 MATRICES = frozenset({"wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down", VOCABULARY})
@@ -36,10 +36,10 @@ def check_quantization(quantization: str | None) -> None:
 
 
 def quantized(kind: str, field: str, w: np.ndarray, dtype: np.dtype, where: str) -> QuantizedWeight:
-    """A field's float32 weight in int8 or int4, in the host's memory.
+    """A field's float32 weight in int8, int4 or fp8, in the host's memory.
 
-    The vocabulary is int8 in either: its rows are the embeddings of a tied model, and an error in a logit is
-    not averaged out by anything.
+    The vocabulary is int8 in any of them: its rows are the embeddings of a tied model, and an error in a
+    logit is not averaged out by anything.
 
     Raises:
         CheckpointError: the weight's shape does not suit the kind; ``where`` names the tensor.

@@ -51,7 +51,7 @@ def _all_finite(array: np.ndarray) -> bool:
 class Reader:
     """Takes tensors out of a source with their expected shapes, and remembers which.
 
-    ``quantization`` is what ``weight`` makes of matrices: int8, int4, gguf (packed as they are), or None.
+    ``quantization`` is what ``weight`` makes of matrices: int8, int4, fp8, gguf (packed as they are) or None.
     """
 
     def __init__(self, source: TensorSource, quantization: str | None = None) -> None:
@@ -129,14 +129,14 @@ class Reader:
         return packed
 
     def experts(self, found: Experts, dtype: np.dtype, what: str) -> Experts:
-        """A layer's experts, quantised if int8 or int4 is asked for and they are not packed already.
+        """A layer's experts, quantised as asked for, if they are not packed already.
 
         Raises:
             CheckpointError: their shape does not suit the kind.
         """
         kind, place = self.quantization, self.source.place
         matrices = {name: getattr(found, name) for name in ("gate", "up", "down")}
-        if kind not in ("int8", "int4") or not all(isinstance(w, np.ndarray) for w in matrices.values()):
+        if kind in (None, "gguf") or not all(isinstance(w, np.ndarray) for w in matrices.values()):
             return found
         return found.replace(
             **{name: quantized(kind, name, w, dtype, f"{place}: {what}") for name, w in matrices.items()}

@@ -1,6 +1,7 @@
 """Weights of eight and four bits, and the products that read them.
 
-``Int8Weight`` and ``Int4Weight`` are whole numbers by a float32 scale of each output channel. ``BlockWeight``
+``Int8Weight`` and ``Int4Weight`` are whole numbers by a float32 scale of each output channel, ``Fp8Weight``
+eight-bit floats by such a scale, for hardware that widens them by itself. ``BlockWeight``
 is what a GGUF file holds, value for value. Each stands where an array (out, in) would, and every array in it
 has the weight's own axes, so that stacks of layers, shardings and copies need not know of it.
 
@@ -32,6 +33,9 @@ MOST_STEPS = 15
 
 TILE_BYTES = 2**19
 """A tile of widened blocks: what a CPU's core keeps in its own memory beside its operands."""
+
+LARGEST_FP8 = 448.0
+"""Of float8_e4m3fn."""
 
 _LIMB_BITS = 8
 _LIMB = 2**_LIMB_BITS
@@ -67,6 +71,19 @@ class Int8Weight(QuantizedWeight):
     """values * scale."""
 
     values: Any  # int8 (..., f, d)
+    scale: Any  # float32 (..., f, 1)
+    dtype: Any = struct.field(pytree_node=False)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+
+@struct.dataclass
+class Fp8Weight(QuantizedWeight):
+    """values * scale."""
+
+    values: Any  # float8_e4m3fn (..., f, d)
     scale: Any  # float32 (..., f, 1)
     dtype: Any = struct.field(pytree_node=False)
 
@@ -116,23 +133,28 @@ class BlockWeight(QuantizedWeight):
 
 
 def quantize(w: Float[Array, "... f d"], kind: str, dtype: Any = jnp.float32) -> QuantizedWeight:
-    """The weight in ``kind`` (int8 or int4); ``dtype`` is that of its products' floats.
+    """The weight in ``kind`` (int8, int4 or fp8); ``dtype`` is that of its products' floats.
 
     Raises:
         ValueError: an unknown kind, or an int4 weight whose inputs are no whole number of pairs of groups.
     """
-    if kind not in ("int8", "int4"):
-        raise ValueError(f"unknown quantisation {kind[:60]!r}; expected int8 or int4")
+    if kind not in _MADE:
+        raise ValueError(f"unknown quantisation {kind[:60]!r}; expected one of {', '.join(_MADE)}")
     if kind == "int4" and w.shape[-1] % (2 * GROUP):
         raise ValueError(f"int4 needs inputs in multiples of {2 * GROUP}, found {w.shape[-1]}; ask for int8")
-    make = _to_int8 if kind == "int8" else _to_int4
-    return make(jnp.asarray(w, jnp.float32), jnp.dtype(dtype))
+    return _MADE[kind](jnp.asarray(w, jnp.float32), jnp.dtype(dtype))
 
 
 @partial(jax.jit, static_argnums=1)
 def _to_int8(w: Array, dtype: jnp.dtype) -> Int8Weight:
     scale = _not_zero(jnp.abs(w).max(-1, keepdims=True) / 127)
     return Int8Weight(jnp.round(w / scale).astype(jnp.int8), scale, dtype)
+
+
+@partial(jax.jit, static_argnums=1)
+def _to_fp8(w: Array, dtype: jnp.dtype) -> Fp8Weight:
+    scale = _not_zero(jnp.abs(w).max(-1, keepdims=True) / LARGEST_FP8)
+    return Fp8Weight((w / scale).astype(jnp.float8_e4m3fn), scale, dtype)
 
 
 @partial(jax.jit, static_argnums=1)
@@ -157,6 +179,13 @@ def _to_int4(w: Array, dtype: jnp.dtype) -> Int4Weight:
         values = jnp.where(better[..., None], others, values)
     packed = pack(values.reshape(w.shape).astype(jnp.int8))
     return Int4Weight(packed, steps.astype(jnp.int8), scale, dtype)
+
+
+_MADE: dict[str, Callable[[Array, Any], QuantizedWeight]] = {
+    "int8": _to_int8,
+    "int4": _to_int4,
+    "fp8": _to_fp8,
+}
 
 
 def _not_zero(scale: Array) -> Array:
@@ -193,6 +222,8 @@ def _whole_numbers(w: Int8Weight | Int4Weight) -> tuple[Array, ...]:
 
 def dequantize(w: QuantizedWeight) -> Float[Array, "... f d"]:
     """The weight's exact value, float32."""
+    if isinstance(w, Fp8Weight):
+        return w.values.astype(jnp.float32) * w.scale
     if isinstance(w, Int8Weight | Int4Weight):
         return jnp.concatenate(_whole_numbers(w), -1).astype(jnp.float32) * w.scale
     assert isinstance(w, BlockWeight)
@@ -229,6 +260,8 @@ def multiply(x: Float[Array, "rows d"], w: QuantizedWeight, dense: Dense) -> Flo
             cpu=lambda x, w: _by_tiles(x, w, dense),
             default=lambda x, w: dense(x, dequantize(w).astype(w.dtype)),
         )
+    if isinstance(w, Fp8Weight):  # bfloat16 holds every one of them
+        return dense(x, w.values.astype(w.dtype)) * w.scale[:, 0]
     assert isinstance(w, Int8Weight | Int4Weight)
     return on(x, w, cpu=_of_whole_numbers, default=lambda x, w: _widened(x, w, dense)) * w.scale[:, 0]
 

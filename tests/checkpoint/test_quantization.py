@@ -122,7 +122,9 @@ def test_damaged_scales_are_refused(tmp_path):
 
 def test_what_cannot_be_quantised_is_one_line(tmp_path):
     path = write_tokenizer(folder(tmp_path, TARGET, target_params()))
-    with pytest.raises(CheckpointError, match="unknown quantization 'awq'; expected one of int8, int4, gguf"):
+    with pytest.raises(
+        CheckpointError, match="unknown quantization 'awq'; expected one of int8, int4, fp8, gguf"
+    ):
         load_target(str(path), quantization="awq")
     with pytest.raises(
         CheckpointError, match=r"q_proj\.weight: int4 needs inputs in multiples of 64, found 12; ask for int8"

@@ -8,7 +8,7 @@ import pytest
 from peagle_jax.layers.linear import product, table_rows
 from peagle_jax.layers.quantized import GROUP, BlockWeight, dequantize, pack, quantize
 
-KINDS = ("int8", "int4")
+KINDS = ("int8", "int4", "fp8")
 
 
 def random(*shape, seed=0):
@@ -54,6 +54,15 @@ def test_int4_takes_two_values_a_byte_and_a_step_a_group():
     assert error[2] < coarse[2] / 4
 
 
+def test_fp8_keeps_three_bits_after_the_first_of_every_value():
+    w = random(5, 12) * np.array([[1], [100], [1e-3], [0], [1]], np.float32)
+    got = quantize(w, "fp8")
+    assert (got.shape, got.nbytes, got.values.dtype) == ((5, 12), 5 * 12 + 5 * 4, jnp.float8_e4m3fn)
+    scale = np.abs(w).max(1, keepdims=True) / 448
+    assert np.all(np.abs(dequantize(got) - w) <= np.abs(w) / 16 + scale * 2.0**-9)
+    np.testing.assert_array_equal(np.abs(got.values.astype(np.float32)).max(1), [448, 448, 448, 0, 448])
+
+
 def test_what_int8_can_hold_it_holds_exactly():
     exact = dequantize(quantize(random(4, 120), "int8"))
     np.testing.assert_allclose(dequantize(quantize(exact, "int8")), exact, rtol=1e-6)
@@ -93,7 +102,7 @@ def test_products_of_blocks_are_those_of_the_floats(dtype):
         np.testing.assert_allclose(jax.jit(product)(x, weight), want, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["int8", "int4"])  # whole numbers, which CPUs multiply as such
 def test_a_row_has_the_same_bits_in_steps_of_any_width(kind):
     x, weight = jnp.asarray(random(20, 64)), quantize(random(48, 64, seed=1), kind)
     whole = product(x, weight)
@@ -144,7 +153,7 @@ def test_other_platforms_widen_the_same_weight(kind, monkeypatch):
 
 
 def test_an_unknown_kind_and_unfit_inputs_are_refused():
-    with pytest.raises(ValueError, match="unknown quantisation 'int3'; expected int8 or int4"):
+    with pytest.raises(ValueError, match="unknown quantisation 'int3'; expected one of int8, int4, fp8"):
         quantize(random(4, 64), "int3")
     with pytest.raises(ValueError, match="int4 needs inputs in multiples of 64, found 96; ask for int8"):
         quantize(random(4, 96), "int4")

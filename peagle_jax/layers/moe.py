@@ -88,7 +88,9 @@ def mixture(
 
     (row, expert) pairs are sorted by expert and multiplied in blocks of one expert's rows, so that an
     expert's weights are read once a block and those of an expert that nobody chose never. Where the rules
-    split experts over devices, each computes its own for all rows, and the sums meet.
+    split experts over devices, each computes its own for all rows, and the sums meet. (``lax.ragged_dot``
+    takes plain arrays only; on two CPU cores these blocks take 0.62, 0.23 and 0.09 of its time for 8, 64 and
+    512 rows and four of 32 experts, D 1024, F 512, bfloat16.)
     """
     axes = split_over("experts", cfg.num_experts)
     if not axes:

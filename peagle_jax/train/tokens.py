@@ -18,7 +18,6 @@ import numpy as np
 from peagle_jax.train.recipe import DataRecipe, TrainError
 from peagle_jax.train.records import RecordError, name_of, record_id
 
-
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning. Templates read the first, gpt-oss's the second."""
 

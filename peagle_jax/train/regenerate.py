@@ -175,13 +175,11 @@ def answer(
             written += len(ids)
             if ids and ids[-1] in encoder.stop_ids:
                 ids = ids[:-1]
-            text = encoder.tokenizer.decode(
-                ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
-            )
-            if text.strip():
-                c.messages.append({"role": "assistant", "content": text})
-            else:
+            message = encoder.message(ids)
+            if message is None:
                 c.close()
+            else:
+                c.messages.append(message)
 
 
 def temperature_of(number: int, options: Options) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -70,6 +71,17 @@ def template_ids(tokenizer: Any) -> tuple[set[int], set[int]]:
         if str(token) in template:
             meaning.add(int(index))
     return meaning, special
+
+
+def free_mask_token(tokenizer: Any, counts: np.ndarray, eos: Iterable[int] = ()) -> int:
+    """The id for mask slots, by the counts (V,) of ids in the data; ``eos`` are the target's.
+
+    Raises VocabularyError as ``choose_mask_token`` does.
+    """
+    reserved, special = template_ids(tokenizer)
+    # Not the tokenizer's length: added tokens may leave ids below them without a name.
+    named = max(tokenizer.get_vocab().values(), default=-1) + 1
+    return choose_mask_token(counts, named, special, reserved | set(eos))
 
 
 def make_objective(
@@ -220,7 +232,7 @@ def build(recipe: Recipe) -> Setup:
     if recipe.method == "eagle3":
         mask_token = None
     elif mask_token is None:
-        mask_token = choose_mask_token(counts, len(target.tokenizer), special, reserved)
+        mask_token = free_mask_token(target.tokenizer, counts, target.config.eos_token_ids)
     else:
         check_mask_token(mask_token, counts, reserved)
     cfg = drafter_config(recipe, target, mask_token)

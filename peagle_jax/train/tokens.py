@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import hashlib
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -16,6 +17,17 @@ import numpy as np
 
 from peagle_jax.train.recipe import DataRecipe, TrainError
 from peagle_jax.train.records import RecordError, name_of, record_id
+
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names of a message's reasoning. Templates read the first, gpt-oss's the second."""
+
+CHANNEL = "<|channel|>"
+_HARMONY = re.compile(
+    r"(?:<\|channel\|>analysis<\|message\|>(?P<reasoning_content>.*?)<\|end\|><\|start\|>assistant)?"
+    r"<\|channel\|>final<\|message\|>(?P<content>.*)",
+    re.DOTALL,
+)
+EXACTLY = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +110,10 @@ class ConversationEncoder:
         """The template's text. Raises RecordError naming the template's own complaint."""
         try:
             return self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=generation, **self.template
+                [_with_reasoning(m) for m in messages],
+                tokenize=False,
+                add_generation_prompt=generation,
+                **self.template,
             )
         except Exception as error:  # templates raise what they like
             reason = " ".join(str(error).split())
@@ -115,6 +130,18 @@ class ConversationEncoder:
     def prompt_ids(self, messages: list[dict]) -> list[int]:
         """Ids of a conversation that awaits an answer, as serving encodes it."""
         return self._ids(self.render(messages, True))
+
+    def message(self, ids: list[int]) -> dict[str, str] | None:
+        """The message that the template writes as an answer's ``ids``, whose close is left out; None if
+        there is none: the answer is empty, or gpt-oss's and not a final message with one analysis at most."""
+        text = self.tokenizer.decode(ids, **EXACTLY)
+        said = {"content": text}
+        if CHANNEL in (getattr(self.tokenizer, "chat_template", None) or ""):
+            found = _HARMONY.fullmatch(text)
+            said = {} if found is None else {k: v for k, v in found.groupdict().items() if v is not None}
+            if any(CHANNEL in part for part in said.values()):
+                return None
+        return {"role": "assistant"} | said if said.get("content", "").strip() else None
 
     def encode(self, messages: list[dict], finish: str | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Token ids int32 (T,) and loss flags bool (T,).
@@ -177,8 +204,14 @@ class ConversationEncoder:
         answer = self._answer(before, after)
         ends = [j for j, token in enumerate(answer) if token in self.stop_ids]
         close = ends[-1] if ends else len(answer)
+        if (
+            ends
+        ):  # what follows the close is not the answer's, and Llama-3's template always opens a turn there
+            closed = before + self.tokenizer.decode(answer[: close + 1], **EXACTLY)
+            if after.startswith(closed):
+                answer, after = answer[: close + 1], closed
         message = messages[i]
-        said = any(message.get(k) for k in ("tool_calls", "reasoning_content", "thinking"))
+        said = any(message.get(k) for k in ("tool_calls", *REASONING))
         written = said or str(message.get("content", "")).strip()
         if not written or not self.tokenizer.decode(answer[:close]).strip():
             whose = f"message {i + 1} of {len(messages)}, the assistant's,"
@@ -197,6 +230,12 @@ class ConversationEncoder:
         if whole[: len(prompt)] == prompt:
             return whole[len(prompt) :]
         return self._ids(after[len(before) :])
+
+
+def _with_reasoning(message: dict) -> dict:
+    """The message with its reasoning under every name that a template may read."""
+    found = next((message[name] for name in REASONING if message.get(name) is not None), None)
+    return message if found is None else message | {"reasoning_content": found, "thinking": found}
 
 
 def _answers(messages: list[dict]) -> list[int]:

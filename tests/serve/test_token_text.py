@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from peagle_jax.serve.token_text import TokenText
-from tests.serve.doubles import END, TOKENIZER
+from tests.serve.doubles import END, TOKENIZER, byte_tokenizer
 
 
 class Pieces:
@@ -27,6 +27,13 @@ def test_a_byte_level_tokenizers_bytes_are_the_texts():
     assert [spelled.text(i) for i in eagle] == ["\ufffd"] * len(eagle)
     assert spelled.text(END) == "<|end|>"
     assert spelled.text(END, as_id=True) == f"token_id:{END}"
+
+
+def test_an_added_tokens_name_is_no_sentencepiece_spelling():
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["<\uff5ctool\u2581call\uff5c>"])
+    (token,) = tokenizer.encode("<\uff5ctool\u2581call\uff5c>")
+    assert TokenText(tokenizer).text(token) == "<\uff5ctool\u2581call\uff5c>" == tokenizer.decode([token])
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import pytest
 from peagle_jax.train.recipe import DataRecipe, TrainError
 from peagle_jax.train.records import Record
 from peagle_jax.train.tokens import ConversationEncoder, Summary, encode_records, is_heldout
+from tests.serve.doubles import byte_tokenizer
 from tests.train.tiny_run import END, START, conversations, tokenizer
 
 USER = {"role": "user", "content": "w1 w2"}
@@ -90,6 +91,45 @@ def test_a_template_that_drops_earlier_reasoning_is_refused_in_one_text_and_exac
     for i, (tokens, flags) in ((1, (one, one_flags)), (3, (two, two_flags))):
         assert tokens[~flags].tolist() == encoder.prompt_ids(messages[:i])
         assert flags.tolist() == sorted(flags)
+
+
+def test_reasoning_has_every_name_that_a_template_may_read():
+    template = REASONING.replace("reasoning_content", "thinking")
+    for name in ("reasoning_content", "thinking", "reasoning"):
+        for made in (REASONING, template):
+            tokens, flags = encoded([USER, {**ANSWER, name: "w8"}], template=made)
+            assert tokens[flags].tolist() == [30, 8, 31, 3, 4, 5, END]
+
+
+def test_a_template_that_always_opens_a_turn_at_its_end_has_exact_answers():
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }} <|im_end|> {% endfor %}"
+        "<|im_start|>assistant "
+    )
+    tokens, flags = encoded([USER, ANSWER, *SECOND], template=template)
+    usual, usual_flags = encoded([USER, ANSWER, *SECOND])
+    assert tokens.tolist() == usual.tolist() and flags.tolist() == usual_flags.tolist()
+
+
+def test_an_answer_on_channels_becomes_a_message_of_the_template():
+    made = byte_tokenizer("<|channel|>")
+
+    def message(text):
+        return ConversationEncoder(made).message(made.encode(text))
+
+    final, thought = "<|channel|>final<|message|>", "<|channel|>analysis<|message|>"
+    again = "<|end|><|start|>assistant"
+    assert message(f"{final}a\nb") == {"role": "assistant", "content": "a\nb"}
+    assert message(f"{thought}c{again}{final}a") == {
+        "role": "assistant",
+        "reasoning_content": "c",
+        "content": "a",
+    }
+    for text in ("a", f"{thought}cut", f"{thought}a{again}{thought}b{again}{final}c", final, ""):
+        assert message(text) is None
+    plain = byte_tokenizer()
+    assert ConversationEncoder(plain).message(plain.encode("a ")) == {"role": "assistant", "content": "a "}
+    assert ConversationEncoder(plain).message(plain.encode(" \n")) is None
 
 
 def test_turns_apart_are_documents_of_one_id():

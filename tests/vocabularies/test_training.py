@@ -105,6 +105,8 @@ def test_the_loss_is_on_calls():
         "qwen3": "<think>\n\n</think>\n\n<tool_call>\n"
         '{"name": "get_weather", "arguments": {"city": "東京"}}\n</tool_call><|im_end|>',
         "gpt-oss": ' to=functions.get_weather<|channel|>commentary json<|message|>{"city": "東京"}<|call|>',
+        "qwen3-coder": "<tool_call>\n<function=get_weather>\n<parameter=city>\n東京\n</parameter>\n"
+        "</function>\n</tool_call><|im_end|>",
         "llama3.1-tools": '{"name": "get_weather", "parameters": {"city": "東京"}}<|eot_id|>',
     }.items():
         parts = encoder(ALL[name], tools=[TOOL]).encode_apart(messages)
@@ -112,12 +114,11 @@ def test_the_loss_is_on_calls():
         assert flagged(ALL[name], *parts[1]) == [written(name, FIRST)]
 
 
-@pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("thought", ["", THOUGHT])
+@pytest.mark.parametrize(
+    ("name", "thought"), [*((name, "") for name in ALL), ("qwen3", THOUGHT), ("gpt-oss", THOUGHT)]
+)
 def test_a_message_made_of_what_a_model_wrote_is_trained_on_as_it_was_written(name, thought):
     """``regenerate`` keeps messages; the text that they train on is the target's own again."""
-    if thought and name not in ("qwen3", "gpt-oss"):
-        return
     vocabulary = ALL[name]
     made = encoder(vocabulary)
     ids = vocabulary.ids(written(name, FIRST, thought))

@@ -125,7 +125,10 @@ class ChatChoice(Choice):
         super().__init__(index, body, *rest)
         self._chat = body
         tool, reasoning = self.model.tool_parser, self.model.reasoning_parser
-        self._parser = chat_parser(tool, reasoning, self.prompt.text, calls=body.choice != "none")
+        tools = [tool.model_dump(exclude_none=True) for tool in body.tools]
+        self._parser = chat_parser(
+            tool, reasoning, self.prompt.text, calls=body.choice != "none", tools=tools
+        )
         self._counter = ReasoningCounter(self.model, self.prompt.text) if reasoning else None
         self._content: list[str] = []
         self._reasoning: list[str] = []

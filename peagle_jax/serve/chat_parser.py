@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from peagle_jax.serve.harmony import HarmonyParser
 from peagle_jax.serve.parsing import ChatParser, PlainParser, new_call_id
 from peagle_jax.serve.reasoning import ThinkParser, is_opened
-from peagle_jax.serve.tools import HermesParser
+from peagle_jax.serve.tools import HermesParser, Style, coder_parser
 
-ToolParser = Literal["hermes", "openai"]
+ToolParser = Style
 ReasoningParser = Literal["qwen3", "deepseek_r1", "openai_gptoss"]
 
 
@@ -19,8 +19,9 @@ def detect_parsers(template: str | None) -> tuple[ToolParser | None, ReasoningPa
     template = template or ""
     if "<|channel|>" in template:
         return "openai", "openai_gptoss"
+    tool: ToolParser = "qwen3_coder" if "<function=" in template else "hermes"
     return (
-        "hermes" if "<tool_call>" in template else None,
+        tool if "<tool_call>" in template else None,
         "qwen3" if "<think>" in template or "</think>" in template else None,
     )
 
@@ -50,10 +51,14 @@ def chat_parser(
     prompt: str,
     calls: bool,
     make_id: Callable[[], str] = new_call_id,
+    tools: Sequence[dict] = (),
 ) -> ChatParser:
-    """A parser of one answer to the rendered ``prompt``; ``calls`` False leaves calls as text."""
+    """A parser of one answer to the rendered ``prompt``; ``calls`` False leaves calls as text. ``tools`` are
+    the request's."""
     if needs_special_tokens(tool, reasoning):
         return HarmonyParser(calls and tool == "openai", make_id)
-    answer: ChatParser = HermesParser(make_id) if tool == "hermes" and calls else PlainParser()
+    answer: ChatParser = PlainParser()
+    if calls and tool is not None:
+        answer = coder_parser(tools, make_id) if tool == "qwen3_coder" else HermesParser(make_id)
     form = reasoning_form(reasoning, prompt)
     return answer if form is None else ThinkParser(answer, opened=form == "opened")

@@ -1,6 +1,7 @@
 """Function calls as Hermes and Qwen models write them, and the grammars that force a call.
 
-``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, any number of them. A call is told when
+``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, any number of them; Qwen3-Coder has another form
+between the same markers. A call is told when
 it is complete; one that is not valid stays in the content as it was written.
 """
 
@@ -10,6 +11,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+from peagle_jax.serve import coder
 from peagle_jax.serve.grammar import GrammarSpec
 from peagle_jax.serve.parsing import (
     ChatDelta,
@@ -19,7 +21,7 @@ from peagle_jax.serve.parsing import (
     split_blank_end,
 )
 
-START, END = "<tool_call>", "</tool_call>"
+START, END = coder.START, coder.END
 
 
 def parse_arguments(value: Any) -> str:
@@ -68,10 +70,19 @@ def _closing(text: str) -> int:
 
 
 class HermesParser:
-    """Content and calls. White space before, between and after calls is dropped."""
+    """Content and calls. White space before, between and after calls is dropped.
 
-    def __init__(self, make_id: Callable[[], str] = new_call_id) -> None:
-        self._make_id = make_id
+    ``read`` gives name and arguments of the text between the markers, None if it is no call; ``closing``
+    says where the end marker starts in it, -1 if it has not come.
+    """
+
+    def __init__(
+        self,
+        make_id: Callable[[], str] = new_call_id,
+        read: Callable[[str], tuple[str, str] | None] = _parse_call,
+        closing: Callable[[str], int] = _closing,
+    ) -> None:
+        self._make_id, self._read, self._closing = make_id, read, closing
         self._text = ""  # not yet told; starts with START while a call is open
         self._calls = 0
         self._after_call = False
@@ -83,7 +94,7 @@ class HermesParser:
             blank, inside, opened = self._text.partition(START)
             if not inside:
                 return delta + self._content()
-            end = _closing(opened)
+            end = self._closing(opened)
             if end < 0:
                 kept, white = split_blank_end(blank)
                 self._text = white + START + opened
@@ -105,7 +116,7 @@ class HermesParser:
 
     def _call(self, before: str, text: str, rest: str, end: str) -> ChatDelta:
         self._text = rest
-        parsed = _parse_call(text)
+        parsed = self._read(text)
         if parsed is None:
             return self._tell(before + START + text + end)
         delta = self._tell(before.rstrip())
@@ -121,13 +132,29 @@ class HermesParser:
         return self._tell(before)
 
 
+def coder_parser(tools: Sequence[dict], make_id: Callable[[], str] = new_call_id) -> HermesParser:
+    """Content and calls of Qwen3-Coder; ``tools`` are OpenAI's, for the types of arguments."""
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
+
+    def read(text: str) -> tuple[str, str] | None:
+        try:
+            found = coder.read_call(text, schemas)
+            return found and (found[0], parse_arguments(found[1]))
+        except (ValueError, RecursionError):
+            return None
+
+    return HermesParser(make_id, read, coder.closing)
+
+
 # -- forcing calls -------------------------------------------------------------------------------
 
-Style = Literal["hermes", "openai"]
-"""vLLM's names of tool parsers: Hermes and Qwen, or harmony (gpt-oss)."""
+Style = Literal["hermes", "qwen3_coder", "openai"]
+"""vLLM's names of tool parsers: Hermes and Qwen, Qwen3-Coder, or harmony (gpt-oss)."""
 
 
 def _tag(style: Style, name: str, schema: Any) -> dict:
+    if style == "qwen3_coder":
+        return coder.call_tag(name, schema)
     content = {"type": "json_schema", "json_schema": schema if schema is not None else {"type": "object"}}
     if style == "openai":
         begin = f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"

@@ -175,7 +175,7 @@ def answer(
             written += len(ids)
             if ids and ids[-1] in encoder.stop_ids:
                 ids = ids[:-1]
-            message = encoder.message(ids)
+            message = encoder.message(c.messages, ids)
             if message is None:
                 c.close()
             else:
@@ -275,6 +275,6 @@ def regenerate(options: Options, console: Console, model: LoadedTarget | None = 
             bar.update(task, advance=len(group), note=f"{tokens / elapsed:,.0f} tokens/s")
     console.print(
         f"{added} records, {tokens} answer tokens; {len(waiting) - added} prompts got no answer: "
-        "no room was left, or the target wrote none"
+        "no room was left, or the target wrote none that its template can write again"
     )
     return added

@@ -131,17 +131,24 @@ class ConversationEncoder:
         """Ids of a conversation that awaits an answer, as serving encodes it."""
         return self._ids(self.render(messages, True))
 
-    def message(self, ids: list[int]) -> dict[str, str] | None:
-        """The message that the template writes as an answer's ``ids``, whose close is left out; None if
-        there is none: the answer is empty, or gpt-oss's and not a final message with one analysis at most."""
+    def message(self, messages: list[dict], ids: list[int]) -> dict[str, str] | None:
+        """The message that the template writes after ``messages`` as an answer's ``ids``, whose close is left
+        out; None if there is none: the answer is empty, or cut where the template goes on by itself (in
+        reasoning), or of a form that it does not write. White space is the template's own."""
         text = self.tokenizer.decode(ids, **EXACTLY)
         said = {"content": text}
         if CHANNEL in (getattr(self.tokenizer, "chat_template", None) or ""):
             found = _HARMONY.fullmatch(text)
             said = {} if found is None else {k: v for k, v in found.groupdict().items() if v is not None}
-            if any(CHANNEL in part for part in said.values()):
-                return None
-        return {"role": "assistant"} | said if said.get("content", "").strip() else None
+        if not said.get("content", "").strip():
+            return None
+        message = {"role": "assistant"} | said
+        try:
+            before, after = self.render(messages, True), self.render([*messages, message], False)
+        except RecordError:
+            return None
+        written = "".join(after.removeprefix(before).split())
+        return message if written.startswith("".join(text.split())) else None
 
     def encode(self, messages: list[dict], finish: str | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Token ids int32 (T,) and loss flags bool (T,).

@@ -13,6 +13,7 @@ CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
         ("{{ messages }}", (None, None)),
         ("... <tool_call> ...", ("hermes", None)),
         ("... <tool_call> ... </think>", ("hermes", "qwen3")),
+        ("... <tool_call>\n<function=x> ...", ("qwen3_coder", None)),
         ("<|start|>assistant<|channel|>final<|message|>", ("openai", "openai_gptoss")),
     ],
 )
@@ -42,6 +43,9 @@ def test_each_pair_of_names_gives_its_parser():
     quiet = every_cut(lambda: chat_parser("hermes", "qwen3", "<think>\n", False), text, tries=0)
     assert quiet.content == CALL
     assert every_cut(lambda: chat_parser(None, None, "", True), text, tries=0).content == text
+    coder = "<tool_call>\n<function=f>\n</function>\n</tool_call>"
+    written = every_cut(lambda: chat_parser("qwen3_coder", None, "", True, counter()), coder, tries=0)
+    assert [c.name for c in written.tool_calls] == ["f"] and written.content == ""
     harmony = "<|channel|>commentary to=functions.f<|message|>{}"
     assert every_cut(lambda: chat_parser(None, "openai_gptoss", "", True), harmony, tries=0).content == "{}"
     assert needs_special_tokens("openai", None) and not needs_special_tokens("hermes", "qwen3")

@@ -111,25 +111,41 @@ def test_a_template_that_always_opens_a_turn_at_its_end_has_exact_answers():
     assert tokens.tolist() == usual.tolist() and flags.tolist() == usual_flags.tolist()
 
 
+HARMONY = (
+    "{% for m in messages %}{% if m.role == 'user' %}<|start|>user<|message|>{{ m.content }}<|end|>{% else %}"
+    "{% if '<|channel|>' in m.content %}{{ raise_exception('channels') }}{% endif %}"
+    "{% if m.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}"
+    "<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|return|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+THINK = (
+    "{% for m in messages %}{{ m.role }}:{% if m.role == 'assistant' %}{% if '</think>' not in m.content %}"
+    "<think></think>{% endif %}{% endif %}{{ m.content | trim }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def message(template, text):
+    made = byte_tokenizer(template)
+    return ConversationEncoder(made).message([{"role": "user", "content": "q"}], made.encode(text))
+
+
 def test_an_answer_on_channels_becomes_a_message_of_the_template():
-    made = byte_tokenizer("<|channel|>")
-
-    def message(text):
-        return ConversationEncoder(made).message(made.encode(text))
-
     final, thought = "<|channel|>final<|message|>", "<|channel|>analysis<|message|>"
     again = "<|end|><|start|>assistant"
-    assert message(f"{final}a\nb") == {"role": "assistant", "content": "a\nb"}
-    assert message(f"{thought}c{again}{final}a") == {
-        "role": "assistant",
-        "reasoning_content": "c",
-        "content": "a",
-    }
-    for text in ("a", f"{thought}cut", f"{thought}a{again}{thought}b{again}{final}c", final, ""):
-        assert message(text) is None
-    plain = byte_tokenizer()
-    assert ConversationEncoder(plain).message(plain.encode("a ")) == {"role": "assistant", "content": "a "}
-    assert ConversationEncoder(plain).message(plain.encode(" \n")) is None
+    assert message(HARMONY, f"{final}a\nb") == {"role": "assistant", "content": "a\nb"}
+    found = message(HARMONY, f"{thought}c{again}{final}a")
+    assert found == {"role": "assistant", "reasoning_content": "c", "content": "a"}
+    for text in ("a", f"{thought}cut", f"{final}a{again}{final}b", final, ""):
+        assert message(HARMONY, text) is None
+
+
+def test_an_answer_that_its_template_would_write_differently_is_no_message():
+    whole = "<think> a </think>\n\nb \n"
+    assert message(THINK, whole) == {"role": "assistant", "content": whole}
+    assert message(THINK, "<think> a") is None  # cut, and the template would think before it
+    assert message("{{ raise_exception('no') }}", "a") is None
+    assert message(THINK, " \n") is None
 
 
 def test_turns_apart_are_documents_of_one_id():

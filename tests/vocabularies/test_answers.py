@@ -40,11 +40,9 @@ def answer(vocabulary, message, **template):
 
 def read(vocabulary, prompt, ids):
     """What a client gets, with the parsers that the server chooses."""
-    served = vocabulary.served
-    names = served.tool_parser, served.reasoning_parser
-    return streamed(
-        vocabulary.tokenizer, ids, chat_parser(*names, prompt, True), special=needs_special_tokens(*names)
-    )
+    names = vocabulary.served.tool_parser, vocabulary.served.reasoning_parser
+    parser = chat_parser(*names, prompt, True, tools=[TOOL])
+    return streamed(vocabulary.tokenizer, ids, parser, special=needs_special_tokens(*names))
 
 
 def calling(*found):
@@ -69,6 +67,23 @@ def test_qwens_reasoning_text_and_calls_are_told_apart(thought, said, calls, thi
     found = [json.loads(call.arguments) for call in delta.tool_calls]
     assert found == json.loads(text(json.dumps(calls, ensure_ascii=False)))
     assert {call.name for call in delta.tool_calls} <= {"get_weather"}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    said=words,
+    city=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<"), max_size=20),
+    days=st.none() | st.lists(st.integers(), max_size=3),
+)
+def test_qwen_coders_text_and_calls_are_told_apart(said, city, days):
+    vocabulary = ALL["qwen3-coder"]
+    found = {"city": city} | ({} if days is None else {"days": days})
+    prompt, ids = answer(vocabulary, calling(found, found) | {"content": said})
+    delta = read(vocabulary, prompt, ids)
+    text = vocabulary.tokenizer.backend_tokenizer.normalizer.normalize_str
+    assert (delta.reasoning, delta.content) == ("", text(said))
+    calls = [(call.name, json.loads(call.arguments)) for call in delta.tool_calls]
+    assert calls == [("get_weather", found | {"city": text(city)})] * 2
 
 
 @settings(max_examples=60, deadline=None)

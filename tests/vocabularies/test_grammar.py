@@ -10,7 +10,7 @@ import pytest
 
 from peagle_jax.serve.chat_parser import chat_parser
 from peagle_jax.serve.grammar import GrammarCompiler, GrammarSpec
-from peagle_jax.serve.tools import answer_grammar, tool_format
+from peagle_jax.serve.tools import answer_grammar, coder_parser, tool_format
 from tests.vocabularies.conftest import ALL, streamed
 
 pytestmark = pytest.mark.vocabularies
@@ -152,3 +152,19 @@ def test_json_of_gpt_oss_stands_on_the_final_channel():
     assert refused_at(vocabulary, spec, thought + final + written(CALL)) is None
     assert refused_at(vocabulary, spec, thought + final + "It rains.") == thought + final
     assert refused_at(vocabulary, spec, thought + written(CALL)) == thought
+
+
+def test_a_forced_call_of_qwen_coders_follows_the_schema():
+    vocabulary = ALL["qwen3-coder"]
+    spec = answer_grammar(None, tool_format([WEATHER], "required", "qwen3_coder"), None)
+    start, end = "<tool_call>\n<function=get_weather>\n<parameter=city>\n", "</function>\n</tool_call>"
+    rest = "東京 </b>\n</parameter>\n<parameter=days>\n"
+    call = f"{start}{rest}3\n</parameter>\n{end}"
+    assert refused_at(vocabulary, spec, call) is None
+    assert refused_at(vocabulary, spec, f"{call}\n{call}") is None
+    assert refused_at(vocabulary, spec, f"{start}{rest}15\n</parameter>\n{end}") == f"{start}{rest}1"
+    assert refused_at(vocabulary, spec, f"{start}x\n</parameter>\n{end}") is not None
+    assert refused_at(vocabulary, spec, "It rains.") == ""
+    parser = coder_parser([WEATHER])
+    delta = streamed(vocabulary.tokenizer, vocabulary.ids(call), parser, special=False)
+    assert [json.loads(c.arguments) for c in delta.tool_calls] == [{"city": "東京 </b>", "days": 3}]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 
 from peagle_jax.drafter.vocabulary import check_mask_token
 from peagle_jax.serve.token_text import TokenText
+from peagle_jax.train.recipe import load_recipe
 from peagle_jax.train.records import RecordError
 from peagle_jax.train.setup import free_mask_token, template_ids
 from peagle_jax.train.tokens import ConversationEncoder
@@ -105,6 +108,8 @@ def test_the_loss_is_on_calls():
         "qwen3": "<think>\n\n</think>\n\n<tool_call>\n"
         '{"name": "get_weather", "arguments": {"city": "東京"}}\n</tool_call><|im_end|>',
         "gpt-oss": ' to=functions.get_weather<|channel|>commentary json<|message|>{"city": "東京"}<|call|>',
+        "qwen3-coder": "<tool_call>\n<function=get_weather>\n<parameter=city>\n東京\n</parameter>\n"
+        "</function>\n</tool_call><|im_end|>",
         "llama3.1-tools": '{"name": "get_weather", "parameters": {"city": "東京"}}<|eot_id|>',
     }.items():
         parts = encoder(ALL[name], tools=[TOOL]).encode_apart(messages)
@@ -112,24 +117,51 @@ def test_the_loss_is_on_calls():
         assert flagged(ALL[name], *parts[1]) == [written(name, FIRST)]
 
 
-@pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("thought", ["", THOUGHT])
+@pytest.mark.parametrize(
+    ("name", "thought"), [*((name, "") for name in ALL), ("qwen3", THOUGHT), ("gpt-oss", THOUGHT)]
+)
 def test_a_message_made_of_what_a_model_wrote_is_trained_on_as_it_was_written(name, thought):
     """``regenerate`` keeps messages; the text that they train on is the target's own again."""
-    if thought and name not in ("qwen3", "gpt-oss"):
-        return
     vocabulary = ALL[name]
     made = encoder(vocabulary)
     ids = vocabulary.ids(written(name, FIRST, thought))
-    message = made.message(ids[:-1])
+    message = made.message(MESSAGES[:2], ids[:-1])
     tokens, flags = made.encode([*MESSAGES[:2], message])
     assert tokens[flags].tolist() == ids
 
 
-def test_what_gpt_oss_wrote_is_no_message_without_a_final_one():
-    vocabulary = ALL["gpt-oss"]
-    for text in ("<|channel|>analysis<|message|>It", "<|channel|>commentary to=functions.f<|message|>{}"):
-        assert encoder(vocabulary).message(vocabulary.ids(text)) is None
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("gpt-oss", "<|channel|>analysis<|message|>It"),
+        ("gpt-oss", "<|channel|>commentary to=functions.f<|message|>{}"),
+        ("qwen3", "<think>\nIt"),
+    ],
+)
+def test_an_answer_that_is_cut_in_its_reasoning_is_no_message(name, text):
+    assert encoder(ALL[name]).message(MESSAGES[:2], ALL[name].ids(text)) is None
+
+
+FOLDER = Path(__file__).parents[2] / "train"
+RECIPE_FILES = [path for path in sorted(FOLDER.glob("*.yaml")) if not path.stem.startswith("smollm2")]
+RECIPES = {
+    "openai/gpt-oss-20b": "gpt-oss",
+    "openai/gpt-oss-120b": "gpt-oss",
+    "Qwen/Qwen3-8B": "qwen3",
+    "Qwen/Qwen3-Coder-30B-A3B-Instruct": "qwen3-coder",
+    "meta-llama/Llama-3.1-8B-Instruct": "llama3.1-tools",
+}
+
+
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parents[2] / "train").glob("*.yaml")), ids=lambda p: p.stem
+)
+def test_a_recipe_takes_its_targets_turns_as_the_template_allows(path):
+    recipe = load_recipe(path)
+    name = RECIPES[str(recipe.target)]
+    made = encoder(ALL[name], **recipe.data.template)
+    assert (recipe.data.turns == "together") == (name in TOGETHER)
+    assert made.encode_apart(MESSAGES) if recipe.data.turns == "apart" else made.encode(MESSAGES)
 
 
 MASKS = {"qwen3": 151669, "llama3": 128255, "llama3.1": 128255, "gpt-oss": 200019}

@@ -142,8 +142,8 @@ def test_an_answer_that_is_cut_in_its_reasoning_is_no_message(name, text):
     assert encoder(ALL[name]).message(MESSAGES[:2], ALL[name].ids(text)) is None
 
 
-FOLDER = Path(__file__).parents[2] / "train"
-RECIPE_FILES = [path for path in sorted(FOLDER.glob("*.yaml")) if not path.stem.startswith("smollm2")]
+TRAIN = Path(__file__).parents[2] / "train"
+RECIPE_FILES = [path for path in sorted(TRAIN.glob("*.yaml")) if not path.stem.startswith("smollm2")]
 RECIPES = {
     "openai/gpt-oss-20b": "gpt-oss",
     "openai/gpt-oss-120b": "gpt-oss",
@@ -153,9 +153,7 @@ RECIPES = {
 }
 
 
-@pytest.mark.parametrize(
-    "path", sorted((Path(__file__).parents[2] / "train").glob("*.yaml")), ids=lambda p: p.stem
-)
+@pytest.mark.parametrize("path", RECIPE_FILES, ids=lambda path: path.stem)
 def test_a_recipe_takes_its_targets_turns_as_the_template_allows(path):
     recipe = load_recipe(path)
     name = RECIPES[str(recipe.target)]

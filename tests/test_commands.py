@@ -268,3 +268,14 @@ def test_quantised_weights_are_not_split_over_devices(loads):
 def test_fp8_is_not_for_a_cpu():
     with pytest.raises(CommandError, match="fp8 is for GPUs and TPUs, found a CPU; ask for int8"):
         commands.load(None, None, 0, quantization="fp8")
+
+
+def test_a_ring_takes_a_slots_memory_and_no_positions(loads, monkeypatch):
+    """Half of the layers see a window: a position takes half, and each slot a ring beside."""
+    loaded = commands.load("m", None, None)
+    config = dataclasses.replace(loaded.target.config, windows=(8, 0))
+    windowed = dataclasses.replace(loaded, target=dataclasses.replace(loaded.target, config=config))
+    monkeypatch.setattr(commands, "_machine_memory", lambda: 2 * 10**7)
+    whole, half = commands.kv_room(loaded, 0.5, 3), commands.kv_room(windowed, 0.5, 3, (256, 0))
+    assert whole * config.num_layers - 3 * 256 - half in range(config.num_layers + 1)
+    assert config.num_layers == 2

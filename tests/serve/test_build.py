@@ -45,14 +45,14 @@ def test_on_a_cpu_eight_requests_run_at_once_and_rounds_draft_all_or_half_or_not
 def test_little_memory_means_fewer_slots_for_long_requests(loaded, monkeypatch):
     room = []
 
-    def kv_room(loaded, utilization, slots):
-        room.append(utilization)
+    def kv_room(loaded, utilization, slots, rings):
+        room.append((utilization, slots, rings))
         return 1000
 
     monkeypatch.setattr(commands, "kv_room", kv_room)
     options = EngineOptions(max_num_seqs=5, gpu_memory_utilization=0.5)
     decoder = build.build_decoder(loaded, 190, options, SpeculativeOptions(), guided=False)
-    assert room == [0.5]
+    assert room == [(0.5, 5, ())]
     assert sum(1 for pool in decoder.sizes.pools if pool.slots * pool.positions <= 1000) > 0
     assert decoder.sizes.pools[-1].slots < 5
 

@@ -176,6 +176,13 @@ def main() -> int:
             f"fit --positions {args.positions}; ask for fewer rounds"
         )
 
+    if min(args.sequences) < 1 or args.k < 1 or not 0 <= args.acceptance <= 1:
+        raise CommandError(
+            f"--sequences {min(args.sequences)}, --k {args.k} and --acceptance {args.acceptance} must be at "
+            "least 1, at least 1, and a share from 0 to 1"
+        )
+    if args.out and not args.out.parent.is_dir():
+        raise CommandError(f"--out {args.out} is in no folder that exists; make it first")
     target = shortened(TARGETS[args.target][0], args.layers, args.vocabulary)
     device = jax.devices()[0]
     report: dict[str, Any] = {**describe_machine(("jax", "jaxlib")), "device": device.device_kind}

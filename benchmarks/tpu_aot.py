@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import sys
 import time
 from pathlib import Path
@@ -165,6 +166,8 @@ def main() -> int:
     add("--out", type=Path, help="write the report here, after each round; rounds that it has already stay")
     args = parser.parse_args()
 
+    if importlib.util.find_spec("libtpu") is None:
+        raise CommandError("libtpu is not installed, which compiles for TPUs; pip install libtpu")
     report: dict[str, Any] = {**describe_machine(("jax", "jaxlib", "libtpu"))}
     report |= {"load": dataclasses.asdict(LOAD), "dtype": DTYPE.name, "rounds": []}
     for name in [args.target] if args.target else TARGETS:

@@ -131,13 +131,14 @@ def _target(args: argparse.Namespace) -> TargetFacts | None:
 
 def _convert(args: argparse.Namespace) -> int:
     from peagle_jax.checkpoint.conversion import is_head
-    from peagle_jax.checkpoint.folder import local_path, locate_target
+    from peagle_jax.checkpoint.folder import locate_target
     from peagle_jax.checkpoint.target_store import EMBEDDED
 
     began = time.perf_counter()
-    into = local_path(args.into)
     source = None if args.source == EMBEDDED else locate_target(args.source, args.revision)
-    if source is not None and source.is_dir() and is_head(source):
+    of_head = source is not None and source.is_dir() and is_head(source)
+    into = _destination(args.into, source, of_head)
+    if source is not None and of_head:
         report = _convert_head(args, source, into)
     else:
         report = _convert_target(args, into)
@@ -147,6 +148,31 @@ def _convert(args: argparse.Namespace) -> int:
     else:
         print("\n".join(_lines(report)))
     return 0
+
+
+def _destination(text: str, source: Path | None, of_head: bool) -> Path:
+    """The folder to write, links followed.
+
+    Raises:
+        CommandError: it is the source, one of the two lies in the other, or it holds something else than what
+            would be replaced.
+    """
+    from peagle_jax.checkpoint.conversion import is_head
+    from peagle_jax.checkpoint.folder import local_path
+
+    into = local_path(text).resolve()
+    mine = None if source is None else source.resolve()
+    if into.is_file():
+        raise CommandError(f"DST {text} is a file; expected a folder to write to")
+    if mine is not None and (into == mine or into in mine.parents or mine in into.parents):
+        raise CommandError(f"DST {text} and SRC are one folder, or one lies in the other; choose another DST")
+    if into.is_dir() and any(into.iterdir()):
+        what = "head" if of_head else "target"
+        if not (into / "config.json").exists() or is_head(into) != of_head:
+            raise CommandError(
+                f"DST {text} holds something else than a {what}, which would be replaced; choose a new folder"
+            )
+    return into
 
 
 def _convert_head(args: argparse.Namespace, source: Path, into: Path) -> dict[str, Any]:

@@ -143,3 +143,23 @@ def test_help_shows_an_example(capsys, argv):
         run(*argv)
     assert stop.value.code == 0
     assert "python -m peagle_jax.convert inspect ./head" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("where", ["head", ".", "..", "head/inside"])
+def test_a_destination_that_is_the_source_or_holds_it_is_refused(head, capsys, monkeypatch, where):
+    monkeypatch.chdir(head.parent)
+    before = sorted(p.name for p in head.iterdir())
+    assert run("head", where, "--to", "vllm") == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "and SRC are one folder, or one lies in the other" in err
+    assert sorted(p.name for p in head.iterdir()) == before
+
+
+def test_what_is_no_head_is_not_replaced_by_one(head, capsys, tmp_path):
+    other = tmp_path / "notes"
+    other.mkdir()
+    (other / "pytorch_model.bin").write_text("mine")
+    assert run(head, other, "--to", "vllm") == 2
+    assert "holds something else than a head" in capsys.readouterr().err
+    assert (other / "pytorch_model.bin").read_text() == "mine"

@@ -110,7 +110,8 @@ def read_windows(config: Config, family: Family, num_layers: int, place: str) ->
     kinds = texts(config, "layer_types", place)
     window = optional_integer(config, "sliding_window", place, 1)
     on = boolean(config, "use_sliding_window", place)
-    windowed_from = integer(config, "max_window_layers", place, 28)
+    # transformers' Qwen3-MoE, unlike the dense ones, slides all of its layers or none.
+    windowed_from = 0 if family.experts == "each" else integer(config, "max_window_layers", place, 28)
     sliding, full = "sliding_attention", "full_attention"
     if not kinds and family.alternates:
         kinds = tuple((sliding, full)[i % 2] for i in range(num_layers))

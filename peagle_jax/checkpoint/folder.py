@@ -133,10 +133,10 @@ def replace_folder(folder: Path, write: Callable[[Path], None], drop: Iterable[s
         fresh.rename(folder)
         shutil.rmtree(old, ignore_errors=True)
     except (OSError, SafetensorError) as error:
-        if not folder.exists() and old.exists():
-            old.rename(folder)
         raise CheckpointError(f"cannot write {folder}: {error}") from error
     finally:
+        if not folder.exists() and old.exists():  # Ctrl-C between the two can be the reason, too
+            old.rename(folder)
         shutil.rmtree(fresh, ignore_errors=True)
 
 

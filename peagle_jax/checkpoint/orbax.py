@@ -7,7 +7,10 @@ lies the ``config.json`` that the same tensors have as safetensors, so heads and
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,7 +36,7 @@ def save_arrays(into: Path, arrays: Mapping[str, np.ndarray | jax.Array]) -> Non
     """Writes the arrays and then the header into a new folder (see ``replace_folder``).
 
     Raises:
-        CheckpointError: an array has no values, which Orbax does not store.
+        CheckpointError: an array has no values, which Orbax does not store; or the disk refuses.
     """
     empty = [name for name, value in arrays.items() if value.size == 0]
     if empty:
@@ -42,10 +45,31 @@ def save_arrays(into: Path, arrays: Mapping[str, np.ndarray | jax.Array]) -> Non
             "Orbax stores none such; leave it out"
         )
     shapes = {name: [list(value.shape), np.dtype(value.dtype).name] for name, value in arrays.items()}
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save((into / ARRAYS).absolute(), dict(arrays))
+    try:
+        with _interrupts_wait(), ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save((into / ARRAYS).absolute(), dict(arrays))
+    except (OSError, RuntimeError, ValueError) as error:  # what its writers raise of a full disk, and wrap
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CheckpointError(f"cannot write {into / ARRAYS}: {reason[:200]}") from error
     header = {"format_version": FORMAT_VERSION, "arrays": shapes}
     (into / HEADER).write_text(json.dumps(header, indent=2) + "\n")
+
+
+@contextlib.contextmanager
+def _interrupts_wait() -> Iterator[None]:
+    """Ctrl-C takes effect at the end of the block: Orbax's threads go on writing whatever becomes of the
+    caller, and would leave a part of it behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    caught: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: caught.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if caught:
+        raise KeyboardInterrupt
 
 
 def read_shapes(folder: Path) -> dict[str, tuple[Shape, np.dtype]]:

@@ -194,6 +194,11 @@ def test_a_mixture_of_experts_is_read():
     assert (oss.windows, oss.cycle) == ((8, 0, 8, 0), 2)
 
 
+def test_a_window_of_qwen3_moe_is_that_of_all_its_layers():
+    windowed = QWEN_MOE | {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 4}
+    assert target(**windowed).windows == (6,) * 5
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

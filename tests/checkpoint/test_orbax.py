@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from peagle_jax.checkpoint import orbax
 from peagle_jax.checkpoint.errors import CheckpointError
 from peagle_jax.checkpoint.folder import WEIGHTS, replace_folder
 from peagle_jax.checkpoint.orbax import OrbaxTensors, read_shapes, restore_arrays, save_arrays
@@ -104,3 +107,29 @@ def test_an_array_without_values_is_refused_and_nothing_is_left(tmp_path):
     with pytest.raises(CheckpointError, match=r"tensor e of shape \[0, 3\] has no values"):
         save(tmp_path / "x", {"e": np.zeros((0, 3))})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupt_waits_until_the_writers_are_done(tmp_path, monkeypatch):
+    """A folder that is being replaced is cleared after it, and nobody writes to it any more."""
+    done = []
+    write = orbax.ocp.StandardCheckpointer.save
+
+    def interrupted(self, *arguments):
+        os.kill(os.getpid(), signal.SIGINT)
+        write(self, *arguments)
+        done.append(True)
+
+    monkeypatch.setattr(orbax.ocp.StandardCheckpointer, "save", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path / "o")
+    assert done == [True]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_the_writers_raise_of_a_disk_is_one_line(tmp_path, monkeypatch):
+    def full(self, *arguments):
+        raise ValueError("RESOURCE_EXHAUSTED: No space left on device\nsource: somewhere")
+
+    monkeypatch.setattr(orbax.ocp.StandardCheckpointer, "save", full)
+    with pytest.raises(CheckpointError, match=r"cannot write .*arrays: RESOURCE_EXHAUSTED: No space left.*$"):
+        save_arrays(tmp_path, {"a": np.ones(3)})

@@ -115,6 +115,7 @@ class Program:
                 current.append(found)
         self._moved = functools.cache(self._bytes_moved)
         self._read = functools.cache(self._bytes_read)
+        self._sizes = functools.cache(self._sizes_of)
 
     @property
     def bytes_moved(self) -> float:
@@ -152,7 +153,7 @@ class Program:
         return sum(self._bytes(name, x) for x in self._computations.get(name, ()))
 
     def _bytes(self, where: str, x: Instruction) -> float:
-        sizes = {y.name: y.size for y in self._computations[where]}
+        sizes = self._sizes(where)
         if x.opcode in FREE or x.opcode.endswith("-done"):
             return 0
         if x.opcode == "while":
@@ -176,6 +177,9 @@ class Program:
             read = sum(self._read(body, i) for i in range(len(x.operands)) if sizes.get(x.operands[i]))
             return read + self._written(body, x.size)
         return x.size + sum(sizes.get(operand, 0) for operand in x.operands)
+
+    def _sizes_of(self, name: str) -> dict[str, int]:
+        return {x.name: x.size for x in self._computations[name]}
 
     def _users(self, name: str, value: str) -> list[Instruction]:
         return [x for x in self._computations[name] if value in x.operands]

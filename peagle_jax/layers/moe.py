@@ -63,8 +63,9 @@ def route(
 ) -> tuple[Int[Array, "rows k"], Float[Array, "rows k"]]:
     """Each row's experts, in ascending order, and their weights. Equal logits: the lower index wins."""
     top, chosen = jax.lax.top_k(logits, cfg.top_k)
-    shares = jax.nn.softmax(top, axis=-1) if cfg.norm_topk_prob else None
-    if shares is None:
+    if cfg.norm_topk_prob:
+        shares = jax.nn.softmax(top, axis=-1)
+    else:
         shares = jnp.take_along_axis(jax.nn.softmax(logits, axis=-1), chosen, axis=-1)
     # An ascending order makes the sum over experts the same for a token wherever it stands.
     order = jnp.argsort(chosen, axis=-1)

@@ -54,8 +54,8 @@ class QuantizedWeight:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the array (..., out, in) in whose place it is."""
-        raise NotImplementedError
+        """That of the array (..., out, in) in whose place it is; unless packed, of its values."""
+        return self.values.shape
 
     @property
     def ndim(self) -> int:
@@ -74,10 +74,6 @@ class Int8Weight(QuantizedWeight):
     scale: Any  # float32 (..., f, 1)
     dtype: Any = struct.field(pytree_node=False)
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.values.shape
-
 
 @struct.dataclass
 class Fp8Weight(QuantizedWeight):
@@ -86,10 +82,6 @@ class Fp8Weight(QuantizedWeight):
     values: Any  # float8_e4m3fn (..., f, d)
     scale: Any  # float32 (..., f, 1)
     dtype: Any = struct.field(pytree_node=False)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.values.shape
 
 
 @struct.dataclass

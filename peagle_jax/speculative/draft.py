@@ -88,7 +88,8 @@ def draft_parallel(
 ) -> tuple[Marginals, KVCache]:
     """``count`` candidates for each of K positions from one pass (p-eagle-spec 2.3), which has ``width`` +
     K - 1 rows. At most ``width`` of them are pending. Row i is a committed position while i < the pending
-    count, then a mask. Rows past the K-1 masks are padding: causally invisible to the real ones and overwritten later.
+    count, then a mask. Rows past the K-1 masks are padding: causally invisible to the real ones and
+    overwritten later.
     """
     pending, cache = cast(Pending, state.pending), cast(KVCache, state.drafter_cache)
     row, pad = jnp.arange(width + k - 1), k - 1

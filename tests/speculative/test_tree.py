@@ -143,9 +143,7 @@ def test_the_accepted_path_is_the_walk_from_the_root():
         walk, at = [0], 0
         while True:
             nexts = [
-                j
-                for j in range(1, tree.nodes + 1)
-                if parents[b, j] == at and tokens[b, j] == chosen[b, at]
+                j for j in range(1, tree.nodes + 1) if parents[b, j] == at and tokens[b, j] == chosen[b, at]
             ]
             if not nexts:
                 break

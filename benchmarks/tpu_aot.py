@@ -22,6 +22,7 @@ from typing import Any
 
 import hlo_text
 import jax
+import jax.numpy as jnp
 from hlo_bytes import Program
 from jax.experimental import topologies
 from machine import describe_machine, save, tell

@@ -39,7 +39,7 @@ def read_calibration(head: str) -> np.ndarray | None:
             f'{path} is no calibration; expected a "calibration" of [slope above 0, offset] a depth; '
             f"delete it, or measure it again (python -m peagle_jax.bench calibrate)"
         )
-    return np.float32(values)
+    return np.asarray(values, np.float32)
 
 
 def for_depths(calibration: np.ndarray, depths: int) -> np.ndarray:

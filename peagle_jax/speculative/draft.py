@@ -117,7 +117,7 @@ def draft_sequential(
     h = _rows(h, jnp.maximum(pending.count - 1, 0)[:, None])
     first = _candidates(p, cfg, state, h, state.length + 1, count)
 
-    def step(carry: tuple, i: Array) -> tuple[tuple, Array]:
+    def step(carry: tuple, i: Array) -> tuple[tuple, Marginals]:
         cache, token, h = carry
         at = state.length + i
         h, cache = _run(p, cfg, cache, token, h, at, jnp.where(ready, at, 0), 0)

@@ -86,17 +86,17 @@ def draft_tree(
         return state, fixed_tree(last, nothing, None, ())
     assert head is not None
     assert cfg is not None
-    nodes = spec.nodes_of(k)
     whole = k == models.most_drafts and not plain
-    paths = spec.speculative_token_tree if whole else ()
-    best = whole and spec.num_speculative_nodes > 0
-    estimated = best or (whole and (len(nodes) > 1 or bool(paths)))
-    paths = () if best else ordered_paths(paths) or chain_paths(k)
-    count = candidates_of(spec.num_speculative_nodes, paths) if estimated else 0
+    nodes = spec.num_speculative_nodes if whole else 0
+    paths = ordered_paths(spec.speculative_token_tree if whole else ()) or chain_paths(k)
+    estimated = whole and (spec.is_tree or len(spec.nodes_of(k)) > 1)
+    count = (
+        (nodes or candidates_of(paths)) if estimated else 0
+    )  # a best-first tree may take M for one position
     guess = draft.draft_parallel if cfg.method == "peagle" else draft.draft_sequential
     found, cache = guess(head, cfg, state, k, models.most_drafts + 1, count)
     chances = calibrated(found.log_probs, turn.calibration) if estimated else None
-    tree = best_tree(last, found, chances, nodes[-1]) if best else fixed_tree(last, found, chances, paths)
+    tree = best_tree(last, found, chances, nodes) if nodes else fixed_tree(last, found, chances, paths)
     return state.replace(drafter_cache=cache), tree
 
 

@@ -79,9 +79,9 @@ def ordered_paths(paths: Paths) -> Paths:
     return tuple(sorted(paths, key=lambda path: (len(path), path)))
 
 
-def candidates_of(nodes: int, paths: Paths) -> int:
-    """C: how many candidates a position needs. A best-first tree of M nodes may take M for one position."""
-    return 1 + max(max(path) for path in paths) if paths else nodes
+def candidates_of(paths: Paths) -> int:
+    """C: how many candidates a position needs for a fixed tree."""
+    return 1 + max(max(path) for path in paths)
 
 
 def fixed_tree(

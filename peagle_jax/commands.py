@@ -213,17 +213,22 @@ def load(
     target = load_target(
         model, dtype=chosen, revision=revision, tokenizer=tokenizer, mesh=mesh, quantization=quantization
     )
+    plain = Loaded(target, None, 0, chosen, placement, kv_cache_dtype)
     if head is None or num_speculative_tokens == 0:
-        return Loaded(target, None, 0, chosen, placement, kv_cache_dtype)
-    split = placement is None or placement.split_head
-    config, params = load_head(head, target.config, target.params, dtype=chosen, mesh=mesh, split=split)
+        return plain
+    return with_head(plain, head, num_speculative_tokens, method)
+
+
+def with_head(loaded: Loaded, head: str, tokens: int | None, method: Method | None = None) -> Loaded:
+    """The same target with a head, drafting ``tokens``; see ``load``, whose errors these are."""
+    placement, target = loaded.placement, loaded.target
+    mesh, split = placement and placement.mesh, placement is None or placement.split_head
+    config, params = load_head(head, target.config, target.params, dtype=loaded.dtype, mesh=mesh, split=split)
     _check_method(config, method, head)
-    if num_speculative_tokens is None:
+    if tokens is None:
         trained = DEFAULT_TOKENS if config.method == "eagle3" else config.num_depths
-        num_speculative_tokens = min(trained, DEFAULT_TOKENS)
-    return Loaded(
-        target, Head(config, params, head), num_speculative_tokens, chosen, placement, kv_cache_dtype
-    )
+        tokens = min(trained, DEFAULT_TOKENS)
+    return dataclasses.replace(loaded, head=Head(config, params, head), num_speculative_tokens=tokens)
 
 
 def _check_revision(model: str | None, revision: str | None) -> None:

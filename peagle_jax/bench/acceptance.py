@@ -50,8 +50,9 @@ def run(args: argparse.Namespace, result: Part, progress: Progress) -> None:
     sets = prompts.sets_of(args)
     result |= prompts.described(sets, args) | {"runs": {}}
     with contextlib.ExitStack() as stack:
-        servers = stack.enter_context(Peers(args, progress, result).started())
+        peers = Peers(args, progress, result)
         ours = stack.enter_context(_engines(args, result, progress))
+        servers = stack.enter_context(peers.started())
         for server in servers:
             result["runs"][server.name] |= {"sets": {}}
         every = [*ours, *servers]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import collections
+import contextlib
 import dataclasses
 import statistics
 import time
@@ -13,7 +15,7 @@ import numpy as np
 from rich.progress import Progress
 
 from peagle_jax import generate
-from peagle_jax.bench import methods, prompts, report, runner
+from peagle_jax.bench import datasets, methods, prompts, report, runner
 from peagle_jax.bench.acceptance import progress_note
 from peagle_jax.bench.datasets import Conversation
 from peagle_jax.bench.methods import Method
@@ -139,10 +141,9 @@ def run(args: argparse.Namespace, result: Part, progress: Progress) -> None:
                 result["runs"][method.name]["sets"][prompt_set.name] = described
             report.write_result(result, args.out)
     if args.split_prompts:
-        few = [c for prompt_set in sets for c in prompt_set.conversations][
-            :: max(1, sum(len(s.conversations) for s in sets) // args.split_prompts)
-        ]
-        _split(list(zip(chosen, decoders, strict=True)), few[: args.split_prompts], args, result, progress)
+        every = [c for prompt_set in sets for c in prompt_set.conversations]
+        few = datasets.spread(every, args.split_prompts)
+        _split(list(zip(chosen, decoders, strict=True)), few, args, result, progress)
 
 
 def _check(chosen: Sequence[Method], sums: dict[str, Sums], args: argparse.Namespace) -> None:
@@ -168,19 +169,24 @@ def _split(
 ) -> None:
     """The pass that tells draft, verification and host apart, and what a wider verification costs."""
     task = progress.add_task("splitting rounds", total=len(pairs) * len(conversations), note="")
-    for method, decoder in pairs:
-        split = SplitDecoder(decoder)
-        tokenizer = method.loaded.target.tokenizer
-        engine = build.build_engine(split, tokenizer, methods.OPTIONS, method.speculative)
-        with methods.running(engine):
-            wall = 0.0
-            for conversation in conversations:
+    walls: collections.Counter[str] = collections.Counter()
+    with contextlib.ExitStack() as stack:
+        ready = []
+        for method, decoder in pairs:
+            progress.update(task, note=f"compiling {method.name}")
+            split = SplitDecoder(decoder)
+            tokenizer = method.loaded.target.tokenizer
+            engine = build.build_engine(split, tokenizer, methods.OPTIONS, method.speculative)
+            ready.append((method, split, stack.enter_context(methods.running(engine))))
+        for conversation in conversations:
+            for method, split, engine in ready:
                 progress.update(task, advance=1, note=method.name)
                 begun = time.monotonic()
                 with split.answering():
                     runner.converse(engine, method.loaded.target, conversation, args.max_model_len, args)
-                wall += time.monotonic() - begun
-            result["runs"][method.name]["time"] = split.times.report(wall)
+                walls[method.name] += time.monotonic() - begun
+    for method, split, _ in ready:
+        result["runs"][method.name]["time"] = split.times.report(walls[method.name])
     _costs(result)
 
 

@@ -25,7 +25,7 @@ class Table:
     def rich(self) -> RichTable:
         found = RichTable(title=self.title, box=None, title_justify="left", header_style="bold")
         for i, name in enumerate(self.columns):
-            found.add_column(name, justify="right" if i else "left")
+            found.add_column(name, justify="right" if i else "left", no_wrap=True)
         for row in self.rows:
             found.add_row(*row)
         return found
@@ -60,9 +60,13 @@ def machine_line(result: dict[str, Any]) -> str:
 def show(tables: Sequence[Table], notes: Sequence[str]) -> None:
     """Prints a result for people."""
     console = Console(highlight=False)
-    console.width = max(console.width, 110)
     for table in tables:
-        console.print(table.rich(), end="\n\n" if table is not tables[-1] else "\n")
+        drawn = table.rich()
+        # A row that a narrow terminal wraps still tells more than cells that are cut.
+        console.width = max(
+            console.width, console.measure(drawn, options=console.options.update(width=400)).maximum
+        )
+        console.print(drawn, end="\n\n" if table is not tables[-1] else "\n")
     for note in notes:
         console.print(note, markup=False, soft_wrap=True)
 

@@ -21,6 +21,7 @@ from peagle_jax.parallel.replicate import Backend
 from peagle_jax.precision import describe_cache, describe_quantization
 from peagle_jax.speculative.cache import row_bytes
 from peagle_jax.speculative.decoder import Decoder
+from peagle_jax.speculative.lookup import Lookup, LookupDecoder
 from peagle_jax.speculative.placement import Placement
 from peagle_jax.speculative.request import Request, settings_of
 from peagle_jax.speculative.sizes import PREFILL_CHUNK, rings_of
@@ -70,6 +71,7 @@ class Loaded:
     dtype: jnp.dtype
     placement: Placement | None = None  # None: the first device
     kv_cache_dtype: str = "auto"
+    lookup: Lookup | None = None  # drafts without a head
 
     def spec(self, rounds: int = 1) -> SpecConfig:
         """The round's configuration, of so many rounds a dispatch."""
@@ -101,17 +103,17 @@ class Loaded:
         if memory_utilization is not None:
             rings = rings_of(self.target.config, options.get("prefill_chunk", PREFILL_CHUNK), spec)
             options["kv_tokens"] = kv_room(self, memory_utilization, options.get("batch", 1), rings)
-        return Decoder(
-            self.target.config,
-            self.target.params,
-            head and head.config,
-            head and head.params,
-            spec,
-            max_model_len=max_model_len,
-            placement=self.placement,
-            int8_cache=self.int8_cache,
-            **options,
-        )
+        target = self.target.config, self.target.params
+        options |= {
+            "placement": self.placement,
+            "int8_cache": self.int8_cache,
+            "max_model_len": max_model_len,
+        }
+        if self.lookup is not None and speculative:
+            if rounds != 1:
+                raise CommandError(f"the method ngram needs 1 round a dispatch, found {rounds}; leave it out")
+            return LookupDecoder(*target, self.num_speculative_tokens, self.lookup, **options)
+        return Decoder(*target, head and head.config, head and head.params, spec, **options)
 
     @property
     def int8_cache(self) -> bool:
@@ -347,7 +349,11 @@ def describe(loaded: Loaded, max_model_len: int) -> list[tuple[str, Any]]:
         ("read from", loaded.target.source),
     ]
     if head is None:
-        lines.append(("head", "none: plain decoding"))
+        how = "plain decoding"
+        if (lookup := loaded.lookup) is not None:
+            tokens = loaded.num_speculative_tokens
+            how = f"{tokens} tokens by lookup of the last {lookup.most} to {lookup.least} (ngram)"
+        lines.append(("head", f"none: {how}"))
     else:
         drafter = head.config
         shape = f"{drafter.num_layers} layers, draft vocabulary {drafter.draft_vocab_size}"

@@ -283,13 +283,14 @@ class DrafterConfig:
 
 @dataclasses.dataclass(frozen=True)
 class SpecConfig:
-    """How a round speculates: K drafts from a head of ``method``; K = 0 is plain decode.
+    """How a round speculates: K drafts from a head of ``method``, or found by the host (``ngram``,
+    ``speculative.lookup``); K = 0 is plain decode.
 
     ``rounds`` is R, rounds in one dispatch (static).
     """
 
     num_speculative_tokens: int = 0
-    method: Method | None = None
+    method: Method | Literal["ngram"] | None = None
     rounds: int = 1
 
     def __post_init__(self) -> None:

@@ -10,6 +10,7 @@ from peagle_jax import commands, precision
 from peagle_jax.arguments import Parser, add_model, named
 from peagle_jax.bench import datasets, methods
 from peagle_jax.serve.arguments import whole
+from peagle_jax.speculative.lookup import Lookup
 
 _EPILOG = """\
 examples:
@@ -181,6 +182,20 @@ def _add_models(parser: Parser, default: str) -> None:
     )
     add("--head", type=named, help="a P-EAGLE head, folder or hub id (default: the embedded model's own)")
     add("--eagle3-head", type=named, metavar="HEAD", help="an EAGLE-3 head, for the method eagle3")
+    add(
+        "--prompt-lookup-max",
+        type=whole(1),
+        default=Lookup().most,
+        metavar="N",
+        help="last tokens that ngram looks for, at most (default: %(default)s)",
+    )
+    add(
+        "--prompt-lookup-min",
+        type=whole(1),
+        default=Lookup().least,
+        metavar="N",
+        help="and at least (default: %(default)s)",
+    )
     add("--dtype", choices=commands.DTYPES, default="auto", help="of the weights (default: auto)")
     precision.add_quantization(add)
     precision.add_kv_cache_dtype(add)

@@ -16,6 +16,7 @@ from peagle_jax.serve.arguments import EngineOptions
 from peagle_jax.serve.engine import Engine
 from peagle_jax.serve.speculative_config import OFF, SpeculativeOptions
 from peagle_jax.speculative.decoder import Decoder
+from peagle_jax.speculative.lookup import Lookup
 
 OPTIONS = EngineOptions(max_num_seqs=1, enable_prefix_caching=False)
 """One request at a time; prompts come again, and what an earlier one left must not help a later one."""
@@ -98,6 +99,12 @@ class Models:
             raise CommandError("the method eagle3 needs a head: name it with --eagle3-head")
         return Method(f"eagle3 K={k}", "eagle3", self._with(self.args.eagle3_head, k, "eagle3"), _always(k))
 
+    def ngram(self, k: int) -> Method:
+        """Drafts that the host looks up in the prompt and the answer so far."""
+        lookup = Lookup(self.args.prompt_lookup_max, self.args.prompt_lookup_min)
+        loaded = dataclasses.replace(self.target, num_speculative_tokens=k, lookup=lookup)
+        return Method(f"ngram K={k}", "ngram", loaded, _always(k))
+
     def adaptive(self, k: int) -> Method:
         """As the server comes: each round's K is chosen from measured times."""
         loaded = self._with(self._peagle(), k, None)
@@ -108,6 +115,7 @@ DRAFTING: dict[str, Callable[[Models, int], Method]] = {
     "peagle": Models.peagle,
     "eagle3": Models.eagle3,
     "adaptive": Models.adaptive,
+    "ngram": Models.ngram,
 }
 """By name: what makes a method that drafts, of K."""
 

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from peagle_jax.speculative.decoder import Decoder
+from peagle_jax.speculative.lookup import LookupDecoder
 from peagle_jax.speculative.request import Flight, PromptChunk, RoundResult
 
 
@@ -98,15 +99,22 @@ class SplitDecoder:
         return flight
 
     def round(self, active: Collection[int], k: int, drafting: Collection[int] | None = None) -> Flight:
-        begun, drafted = self._begin(), []
+        begun, drafted = self._begin(), [0.0]
 
         def between(slot: int, drafts: list[int]) -> None:
-            drafted.append(time.perf_counter())
+            drafted[0] = time.perf_counter()
 
-        flight = self._decoder.guided_round(active, k, between, drafting)
+        if isinstance(self._decoder, LookupDecoder):
+            drafts = self._decoder.look_up(active, k, drafting)
+            between(0, [])
+            flight = self._decoder.verify_drafts(active, drafts)
+            k = k if any(drafts.values()) else 0
+        else:
+            flight = self._decoder.guided_round(active, k, between, drafting)
+            drafted[0] = drafted[0] if k else begun
         jax.block_until_ready(flight.output)
         self._last = time.perf_counter()
-        self._count(k, begun, drafted[0] if k else begun, self._last)
+        self._count(k, begun, drafted[0], self._last)
         return flight
 
     def _count(self, k: int, begun: float, drafted: float, ended: float) -> None:

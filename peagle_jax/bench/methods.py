@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from peagle_jax import commands
 from peagle_jax.arguments import CommandError
@@ -43,7 +44,7 @@ class Method:
         fixed = self.speculative.num_speculative_tokens_per_batch_size
         return {self.k} if fixed else build.draft_lengths(self.k, self.speculative)
 
-    def described(self) -> dict[str, object]:
+    def described(self) -> dict[str, Any]:
         """For a result."""
         head = self.loaded.head
         return {

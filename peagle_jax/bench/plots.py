@@ -77,6 +77,7 @@ def acceptance(axes: list[Any], result: Part) -> str | None:
         rates = deepest[key]["acceptance_per_position"]
         axes[1].plot(range(1, len(rates) + 1), rates, label=label, **_style(i + 1))
     axes[0].set(xlabel="K, tokens drafted a round", ylabel="acceptance length")
+    axes[0].set_ylim(bottom=1)
     axes[1].set(xlabel="draft position", ylabel="share of rounds that accept it", ylim=(0, 1))
     for part in axes:
         part.xaxis.get_major_locator().set_params(integer=True)
@@ -108,7 +109,8 @@ def latency(axes: list[Any], result: Part) -> str | None:
         axes[1].barh(list(times), shares, left=left, color=COLOURS[i], label=part)
         left = [a + b for a, b in zip(left, shares, strict=True)]
     axes[1].set_xlabel("share of the time, rounds in two programs")
-    _legend(axes[1])
+    if times:
+        axes[1].legend(frameon=False, fontsize=7, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     return f"one request at a time, {result['dtype']}, {result['max_tokens']} tokens an answer"
 
 
@@ -143,7 +145,7 @@ def train(axes: list[Any], result: Part) -> str | None:
         seconds = [(n, w["seconds"]) for n, w in found if "seconds" in w]
         for part, line in zip(axes, (memory, seconds), strict=True):
             if line:
-                part.plot(*zip(*line, strict=True), label=way, **_style(i))
+                part.plot(*zip(*line, strict=True), label=way, **_style(i + 1))
     for part, label in zip(axes, ("temporary memory, GiB", "seconds"), strict=True):
         part.set_xscale("log", base=2)
         part.set_yscale("log", base=2)

@@ -23,7 +23,7 @@ class Table:
     rows: Sequence[Sequence[str]]
 
     def rich(self) -> RichTable:
-        found = RichTable(title=self.title, box=None, title_justify="left", header_style="bold")
+        found = RichTable(box=None, header_style="bold")
         for i, name in enumerate(self.columns):
             found.add_column(name, justify="right" if i else "left", no_wrap=True)
         for row in self.rows:
@@ -66,6 +66,7 @@ def show(tables: Sequence[Table], notes: Sequence[str]) -> None:
         console.width = max(
             console.width, console.measure(drawn, options=console.options.update(width=400)).maximum
         )
+        console.print(table.title, style="italic", markup=False, soft_wrap=True)
         console.print(drawn, end="\n\n" if table is not tables[-1] else "\n")
     for note in notes:
         console.print(note, markup=False, soft_wrap=True)

@@ -73,7 +73,8 @@ def ask(
 ) -> Reply:
     """One answer. Raises CommandError if the engine gives none."""
     done = threading.Event()
-    reply = Reply(prompt_ids, 0.0)
+    positions = len(engine.snapshot().accepted_per_pos)
+    reply = Reply(prompt_ids, 0.0, tally=Tally(per_position=[0] * positions))
 
     def deliver(delta: Delta) -> None:
         reply.add(delta)

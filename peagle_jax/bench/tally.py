@@ -34,12 +34,12 @@ class Tally:
         return cls(drafts, drafted, per_position, tokens)
 
     def add(self, accepted: int, drafted: int, tokens: int) -> None:
-        """One round of one answer."""
+        """One round of one answer. ``drafted`` may be the nodes of a tree, of which a path was accepted."""
         self.tokens += tokens
         if drafted:
             self.drafts += 1
             self.draft_tokens += drafted
-            self.per_position += [0] * (drafted - len(self.per_position))
+            self.per_position += [0] * (accepted - len(self.per_position))
             for position in range(accepted):
                 self.per_position[position] += 1
 

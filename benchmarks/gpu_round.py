@@ -22,12 +22,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from machine import describe_machine, save, tell
 from real_sizes import DTYPE, TARGETS, Load, head_of, head_weights, target_weights
 from rich.console import Console
 from rich.table import Table
 
 from peagle_jax.arguments import CommandError, run_command
+from peagle_jax.bench.machine import describe_machine, save, tell
 from peagle_jax.config import SpecConfig, TargetConfig
 from peagle_jax.speculative.decoder import Decoder
 from peagle_jax.speculative.request import PromptChunk, Request

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from answers import Ask, Difference
 from rich.console import Console
-from servers import Server
+
+from peagle_jax.bench.servers import Server
 
 TIE = 1e-4
 """Two tokens whose log-probabilities are that close may change places with the width of the batch."""

@@ -23,15 +23,17 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import servers
 from answers import Ask, Expected, Received, difference, random_ask
-from clients import RequestError, events, http_client
 from judge import SHOWN, Found, judge_all, show, verdicts
-from machine import describe_machine, save, tell
-from prompts import read_prompts
 from rich.console import Console
-from servers import Server, ServerError
 from watch import Sight, Watcher, in_milliseconds, memory_report
+
+from peagle_jax.bench import servers
+from peagle_jax.bench.clients import RequestError, events, http_client
+from peagle_jax.bench.datasets import read_prompts
+from peagle_jax.bench.machine import describe_machine, save, tell
+from peagle_jax.bench.servers import Server, ServerError
+from peagle_jax.bench.tally import Tally as Drafts
 
 PROGRESS = Console(stderr=True, highlight=False)
 LONG_EVERY = 5
@@ -200,7 +202,7 @@ def run(server: Server, args: argparse.Namespace, report: dict[str, Any]) -> Non
     """The test; fills the report."""
     report["ready_in_s"] = round(server.wait_until_ready(args.start_within), 1)
     report |= {"version": server.version(), **server.start_up_report()}
-    texts = [prompt.text for path in args.prompts for prompt in read_prompts(path)]
+    texts = [prompt.turns[0] for path in args.prompts for prompt in read_prompts(path)]
     random.Random(args.seed).shuffle(texts)
     prompts = prompt_set(server, texts, args.answers, args.max_model_len, args.output_tokens)
     answers = []
@@ -228,7 +230,10 @@ def run(server: Server, args: argparse.Namespace, report: dict[str, Any]) -> Non
     counted, after = servers.change(before, server.metrics()), logged_compilations(server)
     report["compilations"] = int(counted[servers.COMPILED]) if servers.COMPILED in counted else None
     report["logged_compilations"] = None if logged is None or after is None else after - logged
-    report |= {"preemptions": counted.get("vllm:num_preemptions_total"), **servers.acceptance(counted)}
+    report |= {
+        "preemptions": counted.get("vllm:num_preemptions_total"),
+        **Drafts.of_counters(counted).report(),
+    }
     report["differences"], report["wrong_answers"], report["ties"] = judge_all(server, tally.differences)
     report["requests"] = dict(tally.counts)
 

@@ -20,10 +20,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
-from machine import describe_machine, save
-from partition import make_config, memory_of, numbers, our_step, sampling
 
 from peagle_jax.arguments import run_command
+from peagle_jax.bench.arguments import numbers
+from peagle_jax.bench.machine import describe_machine, save
+from peagle_jax.bench.partition import make_config, our_step, sampling
+from peagle_jax.bench.train import memory_of
 from peagle_jax.config import DrafterConfig
 from peagle_jax.models.stack import TargetParams
 from peagle_jax.train.cod import CodOptions, depth_counts
@@ -62,7 +64,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--lengths", type=numbers, default=[8192, 32768, 131072], help="tokens of a sequence")
+    add("--lengths", type=numbers(), default=[8192, 32768, 131072], help="tokens of a sequence")
     add("--topology", default="v5e:2x2", help="libtpu's name; one chip of it is compiled for")
     add("--segment-rows", type=int, default=512, help="about how many mask rows a segment holds")
     add("--depths", type=int, default=8, help="K")

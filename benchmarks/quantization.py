@@ -20,20 +20,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from decode import Method
-from machine import describe_machine, save, tell
-from prompts import Prompt, read_prompts
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from peagle_jax import commands, generate
 from peagle_jax.arguments import run_command
+from peagle_jax.bench.datasets import Conversation, read_prompts
+from peagle_jax.bench.machine import describe_machine, save, tell
 from peagle_jax.layers.attention import causal_mask
 from peagle_jax.models import stack
 from peagle_jax.models.stack import TargetParams
 from peagle_jax.speculative.cache import KVCache, create_cache, row_bytes, storage_dtype, write
 from peagle_jax.speculative.sampling import SamplingParams
+from peagle_jax.speculative.statistics import AcceptanceStatistics
 
 CONSOLE = Console(stderr=True)
 
@@ -84,7 +84,7 @@ def windows_of(tokenizer: Any, paths: list[str], tokens: int) -> np.ndarray:
     for path in paths:
         own: list[int] = []
         for prompt in read_prompts(path):
-            own += tokenizer(prompt.text + "\n\n")["input_ids"]
+            own += tokenizer(prompt.turns[0] + "\n\n")["input_ids"]
         ids += own[: tokens // len(paths)]
     return np.array(ids[: len(ids) // WINDOW * WINDOW], np.int32).reshape(-1, WINDOW)
 
@@ -103,11 +103,32 @@ def sizes_of(loaded: commands.Loaded) -> dict[str, Any]:
     }
 
 
+class Method:
+    """One way to decode, and its sums over a prompt set."""
+
+    def __init__(self, loaded: commands.Loaded, max_model_len: int) -> None:
+        self.loaded, self.k = loaded, loaded.num_speculative_tokens
+        self.decoder = loaded.decoder(max_model_len)
+        self.decoder.warm_up()
+        self.reset()
+
+    def reset(self) -> None:
+        self.acceptance = AcceptanceStatistics(self.k)
+        self.seconds, self.tokens, self.same, self.ties = 0.0, 0, 0, 0
+
+    def add(self, run: generate.Run) -> None:
+        count = len(run.token_ids) - 1
+        if count > 0:
+            self.seconds += count / run.tokens_per_second
+            self.tokens += count
+        self.acceptance.merge(run.acceptance)
+
+
 Pair = tuple[Method, Method]
 """A precision without and with the head."""
 
 
-def decode_pairs(pairs: dict[str, Pair], prompts: list[Prompt], max_tokens: int) -> dict[str, Any]:
+def decode_pairs(pairs: dict[str, Pair], prompts: list[Conversation], max_tokens: int) -> dict[str, Any]:
     """Decodes every prompt by every precision, greedily, without the head and with it."""
     sampling = SamplingParams()
     for method in (method for pair in pairs.values() for method in pair):
@@ -115,7 +136,7 @@ def decode_pairs(pairs: dict[str, Pair], prompts: list[Prompt], max_tokens: int)
     for prompt in track(prompts, "decoding", console=CONSOLE):
         for pair in pairs.values():
             target, runs = pair[0].loaded.target, []
-            ids = generate.prompt_token_ids(target.tokenizer, prompt.text)
+            ids = generate.prompt_token_ids(target.tokenizer, prompt.turns[0])
             stops = set(target.config.eos_token_ids)
             for method in pair:
                 run = generate.decode(
@@ -166,7 +187,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             report["perplexity_tokens"] = windows.size
         report["precisions"][name] = sizes_of(loaded) | {"perplexity": perplexity(loaded, windows)}
         plain = dataclasses.replace(loaded, head=None, num_speculative_tokens=0)
-        pairs[name] = Method(f"{name} plain", plain, 1024), Method(name, loaded, 1024)
+        pairs[name] = Method(plain, 1024), Method(loaded, 1024)
         save(report, args.out)
     for path in args.prompts:
         prompts = read_prompts(path)

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from machine import describe_machine, save
+
+from peagle_jax.bench.machine import describe_machine, save
 
 SHAPE = {
     "hidden_size": 576,

@@ -25,13 +25,13 @@ import jax
 import jax.numpy as jnp
 from hlo_bytes import Program
 from jax.experimental import topologies
-from machine import describe_machine, save, tell
-from partition import memory_of
 from real_sizes import DTYPE, MEMORY, TARGETS, Load, head_of, head_weights, shape, target_weights
 from rich.console import Console
 from rich.table import Table
 
 from peagle_jax.arguments import CommandError, run_command
+from peagle_jax.bench.machine import describe_machine, save, tell
+from peagle_jax.bench.train import memory_of
 from peagle_jax.config import SpecConfig, TargetConfig
 from peagle_jax.layers.attention import BLOCK
 from peagle_jax.parallel.tensor import check_split, spread, spread_weights

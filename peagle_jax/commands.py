@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,15 +16,15 @@ from peagle_jax.checkpoint.calibration import for_depths, read_calibration
 from peagle_jax.checkpoint.folder import local_path
 from peagle_jax.checkpoint.head import default_head_path, load_head
 from peagle_jax.checkpoint.model import LoadedTarget, load_target
-from peagle_jax.config import DrafterConfig, Method, SpecConfig, TargetConfig
+from peagle_jax.config import DrafterConfig, Method, SpecConfig
 from peagle_jax.drafter.head import DrafterParams
+from peagle_jax.memory import check_memory, kv_room
 from peagle_jax.parallel.replicate import Backend
 from peagle_jax.precision import describe_cache, describe_quantization
 from peagle_jax.speculation import CHAIN, Arrangement
-from peagle_jax.speculative.cache import row_bytes
 from peagle_jax.speculative.decoder import Decoder
+from peagle_jax.speculative.lookup import Lookup, LookupDecoder
 from peagle_jax.speculative.placement import Placement
-from peagle_jax.speculative.request import Request, settings_of
 from peagle_jax.speculative.sizes import PREFILL_CHUNK, rings_of
 
 DTYPES = ("auto", "float32", "bfloat16")
@@ -74,6 +73,7 @@ class Loaded:
     dtype: jnp.dtype
     placement: Placement | None = None  # None: the first device
     kv_cache_dtype: str = "auto"
+    lookup: Lookup | None = None  # drafts without a head
 
     def spec(self, rounds: int = 1, arrangement: Arrangement = CHAIN) -> SpecConfig:
         """The round's configuration, of so many rounds a dispatch.
@@ -110,17 +110,17 @@ class Loaded:
         if memory_utilization is not None:
             rings = rings_of(self.target.config, options.get("prefill_chunk", PREFILL_CHUNK), spec)
             options["kv_tokens"] = kv_room(self, memory_utilization, options.get("batch", 1), rings)
-        decoder = Decoder(
-            self.target.config,
-            self.target.params,
-            head and head.config,
-            head and head.params,
-            spec,
-            max_model_len=max_model_len,
-            placement=self.placement,
-            int8_cache=self.int8_cache,
-            **options,
-        )
+        target = self.target.config, self.target.params
+        options |= {
+            "placement": self.placement,
+            "int8_cache": self.int8_cache,
+            "max_model_len": max_model_len,
+        }
+        if self.lookup is not None and speculative:
+            if rounds != 1:
+                raise CommandError(f"the method ngram needs 1 round a dispatch, found {rounds}; leave it out")
+            return LookupDecoder(*target, self.num_speculative_tokens, self.lookup, **options)
+        decoder = Decoder(*target, head and head.config, head and head.params, spec, **options)
         if head and head.calibration is not None:
             decoder.calibration = for_depths(head.calibration, spec.num_speculative_tokens)
         return decoder
@@ -225,16 +225,23 @@ def load(
     target = load_target(
         model, dtype=chosen, revision=revision, tokenizer=tokenizer, mesh=mesh, quantization=quantization
     )
+    plain = Loaded(target, None, 0, chosen, placement, kv_cache_dtype)
     if head is None or num_speculative_tokens == 0:
-        return Loaded(target, None, 0, chosen, placement, kv_cache_dtype)
-    split = placement is None or placement.split_head
-    config, params = load_head(head, target.config, target.params, dtype=chosen, mesh=mesh, split=split)
+        return plain
+    return with_head(plain, head, num_speculative_tokens, method)
+
+
+def with_head(loaded: Loaded, head: str, tokens: int | None, method: Method | None = None) -> Loaded:
+    """The same target with a head, drafting ``tokens``; see ``load``, whose errors these are."""
+    placement, target = loaded.placement, loaded.target
+    mesh, split = placement and placement.mesh, placement is None or placement.split_head
+    config, params = load_head(head, target.config, target.params, dtype=loaded.dtype, mesh=mesh, split=split)
     _check_method(config, method, head)
-    if num_speculative_tokens is None:
+    if tokens is None:
         trained = DEFAULT_TOKENS if config.method == "eagle3" else config.num_depths
-        num_speculative_tokens = min(trained, DEFAULT_TOKENS)
-    loaded = Head(config, params, head, read_calibration(head))
-    return Loaded(target, loaded, num_speculative_tokens, chosen, placement, kv_cache_dtype)
+        tokens = min(trained, DEFAULT_TOKENS)
+    found = Head(config, params, head, read_calibration(head))
+    return dataclasses.replace(loaded, head=found, num_speculative_tokens=tokens)
 
 
 def _check_revision(model: str | None, revision: str | None) -> None:
@@ -277,73 +284,6 @@ def context_limit(target: LoadedTarget, wanted: int | None = None) -> int:
     return wanted
 
 
-def check_memory(loaded: Loaded, max_model_len: int) -> None:
-    """Raises CommandError for a context whose keys and values alone are more than the memory there is."""
-    available, position = _device_memory(), _position_bytes(loaded.target.config, loaded, split=True)[0]
-    needed = position * max_model_len
-    if available and needed > available:
-        raise CommandError(
-            f"a context of {max_model_len} tokens needs {needed / 2**30:.1f} GiB for keys and values, "
-            f"but the machine has {available / 2**30:.1f}; ask for at most {available // position} tokens, "
-            f"prompt and answer together"
-        )
-
-
-def kv_room(loaded: Loaded, utilization: float, slots: int, rings: tuple[int, ...] = ()) -> int | None:
-    """Positions of the target's and the head's caches that fit ``utilization`` of a device's memory, beside
-    its weights, the settings of ``slots`` requests and their ``rings`` (``Sizes``); None where the memory's
-    size is not known.
-
-    Raises:
-        CommandError: the weights and settings alone take it.
-    """
-    available = _device_memory()
-    if available is None:
-        return None
-    head = loaded.head
-    arrays = {id(x): x for x in jax.tree.leaves((loaded.target.params, head and head.params))}
-    weights = sum(x.addressable_shards[0].data.nbytes for x in arrays.values())  # a head may share
-    position, slot = _position_bytes(loaded.target.config, loaded, rings, split=True)
-    if head is not None:
-        split = loaded.placement is not None and loaded.placement.split_head
-        position += _position_bytes(head.config, loaded, split=split)[0]
-    settings = jax.tree.leaves(settings_of(Request([0]), 1, loaded.target.config.vocab_size))
-    taken = weights + slots * (slot + sum(x.nbytes for x in settings))
-    left = int(available * utilization) - taken
-    if left < position:
-        raise CommandError(
-            f"the weights and {slots} requests' settings take {taken / 2**30:.1f} GiB, and {utilization:g} "
-            f"of the machine's memory are {available * utilization / 2**30:.1f}; raise "
-            f"--gpu-memory-utilization, or load less"
-        )
-    return left // max(position, 1)  # a target may have windows in all layers
-
-
-def _position_bytes(
-    config: TargetConfig | DrafterConfig, loaded: Loaded, rings: tuple[int, ...] = (), *, split: bool
-) -> tuple[int, int]:
-    """Bytes that the keys and values of one token take on a device, and those of a slot's rings."""
-    parts = loaded.placement.tensor if loaded.placement is not None and split else 1
-    int8 = loaded.int8_cache and config is loaded.target.config
-    layer = 2 * config.block.num_kv_heads // parts * row_bytes(config.block.head_dim, loaded.dtype, int8)
-    bounds = (rings or (0,)) * (config.num_layers // len(rings or (0,)))
-    return layer * sum(ring == 0 for ring in bounds), layer * sum(bounds)
-
-
-def _device_memory() -> int | None:
-    device = jax.local_devices()[0]
-    if device.platform == "cpu":
-        return _machine_memory()
-    return (device.memory_stats() or {}).get("bytes_limit")
-
-
-def _machine_memory() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):  # Windows
-        return None
-
-
 def describe(loaded: Loaded, max_model_len: int) -> list[tuple[str, Any]]:
     """What was resolved, as (name, value) lines for a start-up report."""
     config, head = loaded.target.config, loaded.head
@@ -353,7 +293,11 @@ def describe(loaded: Loaded, max_model_len: int) -> list[tuple[str, Any]]:
         ("read from", loaded.target.source),
     ]
     if head is None:
-        lines.append(("head", "none: plain decoding"))
+        how = "plain decoding"
+        if (lookup := loaded.lookup) is not None:
+            tokens = loaded.num_speculative_tokens
+            how = f"{tokens} tokens by lookup of the last {lookup.most} to {lookup.least} (ngram)"
+        lines.append(("head", f"none: {how}"))
     else:
         drafter = head.config
         shape = f"{drafter.num_layers} layers, draft vocabulary {drafter.draft_vocab_size}"

@@ -284,7 +284,8 @@ class DrafterConfig:
 
 @dataclasses.dataclass(frozen=True)
 class SpecConfig:
-    """How a round speculates: K drafts from a head of ``method``; K = 0 is plain decode.
+    """How a round speculates: K drafts from a head of ``method``, or found by the host (``ngram``,
+    ``speculative.lookup``); K = 0 is plain decode.
 
     ``rounds`` is R, rounds in one dispatch (static). Without more, the drafts are a chain. A tree has
     ``num_speculative_nodes`` nodes, the likeliest by the head, or is fixed: the paths of
@@ -293,7 +294,7 @@ class SpecConfig:
     """
 
     num_speculative_tokens: int = 0
-    method: Method | None = None
+    method: Method | Literal["ngram"] | None = None
     rounds: int = 1
     num_speculative_nodes: int = 0
     speculative_token_tree: tuple[tuple[int, ...], ...] = ()

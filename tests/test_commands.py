@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from peagle_jax import commands
+from peagle_jax import commands, memory
 from peagle_jax.arguments import CommandError
 from peagle_jax.checkpoint.errors import CheckpointError
 from peagle_jax.checkpoint.model import LoadedTarget
@@ -157,13 +157,13 @@ def test_the_caches_have_what_the_weights_leave_of_the_memory(loads, monkeypatch
     position = 2 * size * (target.num_layers * 2 * 6 + head.num_layers * 3 * 4)
     row = sum(x.nbytes for x in jax.tree.leaves(settings_of(Request([0]), 500, target.vocab_size)))
     assert row > 4 * target.vocab_size  # counts of every token
-    monkeypatch.setattr(commands, "_machine_memory", lambda: 2 * (weights + 8 * row + 1000 * position))
+    monkeypatch.setattr(memory, "_machine_memory", lambda: 2 * (weights + 8 * row + 1000 * position))
     assert commands.kv_room(loaded, 0.5, 8) == 1000
     assert commands.kv_room(loaded, 0.5, 7) > 1000
     assert commands.kv_room(dataclasses.replace(loaded, head=None), 0.5, 8) > 1000
     decoder = loaded.decoder(500, memory_utilization=0.5, batch=8)
     assert decoder.pool.slots == 1000 // decoder.pool.positions == 1
-    monkeypatch.setattr(commands, "_machine_memory", lambda: weights)
+    monkeypatch.setattr(memory, "_machine_memory", lambda: weights)
     with pytest.raises(CommandError, match="the weights and 8 requests' settings take"):
         commands.kv_room(loaded, 0.5, 8)
 
@@ -233,7 +233,7 @@ def test_the_report_says_what_is_quantised():
 
 
 def test_quantised_weights_leave_more_of_the_memory_for_the_caches(monkeypatch):
-    monkeypatch.setattr(commands, "_machine_memory", lambda: 10**6)
+    monkeypatch.setattr(memory, "_machine_memory", lambda: 10**6)
     plain = commands.Loaded(
         LoadedTarget(CONFIG, PARAMS, TOKENIZER, "tiny", {}, "memory"), None, 0, jnp.dtype(jnp.float32)
     )
@@ -247,7 +247,7 @@ def test_quantised_weights_leave_more_of_the_memory_for_the_caches(monkeypatch):
 
 def test_an_int8_cache_has_more_positions_in_the_same_memory(loads, monkeypatch):
     plain, saved = (commands.load(None, None, None, kv_cache_dtype=kind) for kind in ("auto", "int8"))
-    monkeypatch.setattr(commands, "_machine_memory", lambda: 2 * 10**6)
+    monkeypatch.setattr(memory, "_machine_memory", lambda: 2 * 10**6)
     room = [commands.kv_room(loaded, 0.5, 1) for loaded in (plain, saved)]
     block, size = CONFIG.block, plain.dtype.itemsize
     heads = 2 * CONFIG.num_layers * block.num_kv_heads
@@ -276,7 +276,7 @@ def test_a_ring_takes_a_slots_memory_and_no_positions(loads, monkeypatch):
     loaded = commands.load("m", None, None)
     config = dataclasses.replace(loaded.target.config, windows=(8, 0))
     windowed = dataclasses.replace(loaded, target=dataclasses.replace(loaded.target, config=config))
-    monkeypatch.setattr(commands, "_machine_memory", lambda: 2 * 10**7)
+    monkeypatch.setattr(memory, "_machine_memory", lambda: 2 * 10**7)
     whole, half = commands.kv_room(loaded, 0.5, 3), commands.kv_room(windowed, 0.5, 3, (256, 0))
     assert whole * config.num_layers - 3 * 256 - half in range(config.num_layers + 1)
     assert config.num_layers == 2

@@ -94,7 +94,7 @@ def prepare(args: argparse.Namespace, options: SpeculativeOptions, template: str
     loaded = commands.load(
         model,
         options.model,
-        options.num_speculative_tokens,
+        0 if options.lookup else options.num_speculative_tokens,
         method=options.method,
         speculate=options.speculate,
         dtype=args.dtype,
@@ -104,6 +104,9 @@ def prepare(args: argparse.Namespace, options: SpeculativeOptions, template: str
         kv_cache_dtype=args.kv_cache_dtype,
         placement=build.placement(engine, options),
     )
+    if options.lookup and not options.off:
+        tokens = options.num_speculative_tokens or commands.DEFAULT_TOKENS
+        loaded = dataclasses.replace(loaded, num_speculative_tokens=tokens, lookup=options.lookup)
     max_model_len = commands.context_limit(loaded.target, args.max_model_len)
     generation = (loaded.target.generation if args.generation_config == "auto" else {}) | (
         args.override_generation_config

@@ -33,9 +33,12 @@ examples:
       --speculative-config '{"method": "peagle", "model": "./my-head", "num_speculative_tokens": 5}'
 
 keys of --speculative-config (all optional; null switches speculation off):
-  method                  peagle, p_eagle or eagle3 (default: what the head is)
+  method                  peagle, p_eagle or eagle3 (default: what the head is), or ngram: no head, but what
+                          followed the last tokens where they stood before
   model                   the head, a folder or a hub id (default: the embedded model's own head)
   num_speculative_tokens  drafted a round (default: 5, or what the head was trained for; 0: off)
+  prompt_lookup_max, prompt_lookup_min
+                          of ngram: how many last tokens, at most and at least (default: 5, or the other)
   parallel_drafting       true: P-EAGLE, false: EAGLE-3 (eagle3 with true is how vLLM writes P-EAGLE)
   parallel_drafting_spec  the same as parallel_drafting, or {"depth": K}
   draft_tensor_parallel_size

@@ -142,7 +142,9 @@ class DraftLength:
         self._idle.update({at: max(time, 1e-9) for at, time in seconds.items()})
 
     def record(self, width: int, k: int, nodes: int, seconds: float) -> None:
-        """The time of a dispatch that was a round and nothing else, and verified so many nodes."""
+        """The time of a dispatch that was a round and nothing else, and verified so many nodes; of drafts
+        that the host looks up perhaps fewer."""
+        nodes = next(n for n in self._nodes[k] if n >= nodes)
         self._of(width, k, nodes).append(max(seconds, 1e-9))
         shares = self._shares.setdefault((width, k), {nodes: 1.0})
         for n in self._nodes[k]:

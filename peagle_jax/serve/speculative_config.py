@@ -11,8 +11,10 @@ from typing import Any
 from peagle_jax.arguments import CommandError
 from peagle_jax.config import Method
 from peagle_jax.speculation import Arrangement
+from peagle_jax.speculative.lookup import Lookup
 
 METHODS: dict[str, Method] = {"eagle3": "eagle3", "peagle": "peagle", "p_eagle": "peagle"}
+NGRAM = "ngram"
 _FLAG = "--speculative-config"
 
 BatchSizes = tuple[tuple[int, int, int], ...]
@@ -25,7 +27,8 @@ class SpeculativeOptions:
     ``method`` is resolved: vLLM writes P-EAGLE as eagle3 with ``parallel_drafting``. ``speculate`` tells
     that one of these was named, so that a head must be there. ``num_speculative_tokens_per_batch_size``
     are (from, to, K), the sizes included; ``synthetic_acceptance_rates`` are those of the draft positions,
-    each of all rounds, for benchmarks. The last three are trees, see ``speculation.Arrangement``.
+    each of all rounds, for benchmarks. ``arrangement`` says what the three settings of trees mean; ``lookup``
+    is the method ngram's, which has no head.
     """
 
     model: str | None = None
@@ -38,6 +41,7 @@ class SpeculativeOptions:
     num_speculative_nodes: int | None = None
     speculative_token_tree: tuple[tuple[int, ...], ...] = ()
     num_trees: int = 1
+    lookup: Lookup | None = None
 
     @property
     def arrangement(self) -> Arrangement:
@@ -64,6 +68,8 @@ _KNOWN: dict[str, tuple[type, ...]] = {
     "draft_tensor_parallel_size": (int,),
     "num_speculative_nodes": (int,),
     "speculative_token_tree": (str, list),
+    "prompt_lookup_max": (int,),
+    "prompt_lookup_min": (int,),
 }
 _NAMES = {
     str: "a string",
@@ -112,6 +118,7 @@ def parse_speculative_config(text: str) -> SpeculativeOptions:
         _rates(values.get("synthetic_acceptance_rates")),
         values.get("draft_tensor_parallel_size"),
         *_tree(values),
+        _lookup(values),
     )
 
 
@@ -211,10 +218,35 @@ def _rates(value: list[Any] | None) -> tuple[float, ...] | None:
     return tuple(numbers)
 
 
+def _lookup(values: dict[str, Any]) -> Lookup | None:
+    """Of the method ngram; without numbers they are 5, and with one of them both are that, as in vLLM."""
+    most, least = values.get("prompt_lookup_max"), values.get("prompt_lookup_min")
+    if values.get("method") != NGRAM:
+        if most is not None or least is not None:
+            raise CommandError(f"{_FLAG}: prompt_lookup_max and prompt_lookup_min are for method {NGRAM}")
+        return None
+    for key in ("model", "parallel_drafting", "synthetic_acceptance_rates", "draft_tensor_parallel_size"):
+        if values.get(key) is not None:
+            raise CommandError(f"{_FLAG}: method {NGRAM} has no head; leave {key} out")
+    rows, k = values.get("num_speculative_tokens_per_batch_size"), values.get("num_speculative_tokens")
+    if any(row[2] not in (0, k) for row in rows or ()):
+        raise CommandError(
+            f"{_FLAG}: method {NGRAM} drafts num_speculative_tokens or none, but "
+            f"num_speculative_tokens_per_batch_size is {json.dumps(rows)[:60]}"
+        )
+    found = Lookup(most or least or 5, least or most or 5)
+    if not 1 <= found.least <= found.most or 0 in (most, least):
+        raise CommandError(
+            f"{_FLAG}: prompt_lookup_min must be in 1..prompt_lookup_max, found {least} and {most}"
+        )
+    return found
+
+
 def _method(values: dict[str, Any]) -> Method | None:
     name, parallel = values.get("method"), values.get("parallel_drafting")
-    if name is not None and name not in METHODS:
-        raise CommandError(f"{_FLAG}: method {name!r} is not supported; expected one of {', '.join(METHODS)}")
+    if name is not None and name not in (*METHODS, NGRAM):
+        known = ", ".join((*METHODS, NGRAM))
+        raise CommandError(f"{_FLAG}: method {name!r} is not supported; expected one of {known}")
     if name in ("peagle", "p_eagle") and parallel is False:
         raise CommandError(
             f"{_FLAG}: method {name} drafts in parallel, but parallel_drafting is false; "

@@ -9,10 +9,10 @@ import json
 import judge
 import load
 import pytest
-import servers
 from answers import Ask, Difference
-from clients import http_client
 
+from peagle_jax.bench import servers
+from peagle_jax.bench.clients import http_client
 from tests.serve.conftest import running
 from tests.serve.doubles import END, TOKENIZER
 from tests.serve.engine_double import ScriptedEngine

@@ -9,6 +9,7 @@ import pytest
 from peagle_jax.arguments import CommandError
 from peagle_jax.serve.speculative_config import OFF, SpeculativeOptions, parse_speculative_config
 from peagle_jax.speculation import Arrangement
+from peagle_jax.speculative.lookup import Lookup
 
 
 def parse(**values) -> SpeculativeOptions:
@@ -44,6 +45,35 @@ def test_parallel_drafting_decides_alone():
     assert parse(parallel_drafting=True).method == "peagle"
     assert parse(parallel_drafting=False).method == "eagle3"
     assert parse(method="eagle3", parallel_drafting=False).method == "eagle3"
+
+
+def test_ngram_has_a_lookup_and_no_head():
+    assert parse(method="ngram").lookup == Lookup(5, 5)
+    assert parse(method="ngram", prompt_lookup_max=4).lookup == Lookup(4, 4)
+    found = parse(method="ngram", prompt_lookup_max=4, prompt_lookup_min=2, num_speculative_tokens=3)
+    assert (found.lookup, found.method, found.num_speculative_tokens) == (Lookup(4, 2), None, 3)
+    rows = [[1, 2, 3], [3, 4, 0]]
+    fixed = parse(method="ngram", num_speculative_tokens=3, num_speculative_tokens_per_batch_size=rows)
+    assert fixed.num_speculative_tokens_per_batch_size == ((1, 2, 3), (3, 4, 0))
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"prompt_lookup_max": 3}, "prompt_lookup_max and prompt_lookup_min are for method ngram"),
+        ({"method": "ngram", "model": "m"}, "method ngram has no head; leave model out"),
+        ({"method": "ngram", "parallel_drafting": True}, "leave parallel_drafting out"),
+        ({"method": "ngram", "prompt_lookup_max": 2, "prompt_lookup_min": 3}, "found 3 and 2"),
+        ({"method": "ngram", "prompt_lookup_max": 0}, "must be in 1..prompt_lookup_max"),
+        (
+            {"method": "ngram", "num_speculative_tokens_per_batch_size": [[1, 2, 3]]},
+            "method ngram drafts num_speculative_tokens or none",
+        ),
+    ],
+)
+def test_what_ngram_cannot_have_is_refused(values, words):
+    with pytest.raises(CommandError, match=words):
+        parse(**values)
 
 
 def test_null_and_zero_tokens_are_off():

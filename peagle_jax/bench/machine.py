@@ -7,15 +7,17 @@ import json
 import os
 import platform
 import re
+import shlex
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 
-def describe_machine(packages: tuple[str, ...]) -> dict[str, object]:
-    """Processor, cores, system, versions, commit and command line, for the head of a result file."""
+def describe_machine(packages: tuple[str, ...], command: Sequence[str] | None = None) -> dict[str, Any]:
+    """Processor, cores, system, versions, commit and command line (default: this script's), for the head of a
+    result file. Files in the command are named without their folders."""
     processor = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -24,18 +26,29 @@ def describe_machine(packages: tuple[str, ...]) -> dict[str, object]:
         processor += " with amx_bf16" if "amx_bf16" in flags else ""
     except (OSError, StopIteration):
         pass
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
     return {
         "processor": processor,
         "cores": os.cpu_count(),
         "system": platform.platform(),
         "python": platform.python_version(),
         "packages": {name: importlib.metadata.version(name) for name in packages},
-        "commit": commit,
-        "command": " ".join(["python", sys.argv[0], *map(without_folders, sys.argv[1:])]),
+        "commit": _commit(),
+        "command": shlex.join(map(without_folders, command or ["python", *sys.argv])),
     }
+
+
+def _commit() -> str:
+    """Of the checkout that this file lies in; empty where there is none."""
+    try:
+        return subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=False,
+        ).stdout.strip()
+    except OSError:  # no git
+        return ""
 
 
 def without_folders(word: str) -> str:
@@ -56,13 +69,3 @@ def tell(report: dict[str, Any], as_json: bool, show: Callable[[dict[str, Any]],
         print(json.dumps(report, indent=2))
     else:
         show(report)
-
-
-def vllm_environment() -> dict[str, str]:
-    """Variables with which vLLM takes all of this machine's cores; those that are set stay as they are."""
-    wanted = {
-        "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
-        "VLLM_CPU_KVCACHE_SPACE": "2",
-        "OMP_WAIT_POLICY": "passive",  # or one other busy process stalls every barrier
-    }
-    return {name: os.environ.get(name, value) for name, value in wanted.items()}

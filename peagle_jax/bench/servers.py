@@ -1,4 +1,4 @@
-"""A server in a process of its own: its command, its start and end, and what it tells from outside."""
+"""A server, in a process of its own or there before: its command, start and end, and what it tells."""
 
 from __future__ import annotations
 
@@ -7,24 +7,30 @@ import dataclasses
 import functools
 import json
 import os
+import re
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
-from machine import vllm_environment, without_folders
 from prometheus_client.parser import text_string_to_metric_families
 
-ROOT = Path(__file__).resolve().parents[1]
-SHIPPED_HEAD = ROOT / "heads" / "smollm2-135m-instruct-p-eagle"
+from peagle_jax.arguments import CommandError
+from peagle_jax.bench.clients import CHAT, COMPLETIONS, Talk, headers
+from peagle_jax.bench.datasets import Conversation
+from peagle_jax.bench.machine import without_folders
 
 STOP_WITHIN = 40.0
 """Seconds that a server gets to end after a signal; ours gives running requests 25 of them."""
+
+SETTLE = 0.25
+"""Seconds between two looks at counters that should stand still."""
 
 LOG_LINES = 15
 """Of a server that has failed, shown in the error."""
@@ -36,32 +42,71 @@ class ServerError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """How a server is started. ``flags`` follow the command; host and port are added to them."""
+    """How a server is started. ``{port}`` in its command is where it listens; without it, host and port are
+    added as flags."""
 
     name: str
     command: tuple[str, ...]
-    flags: tuple[str, ...]
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def described(self) -> dict[str, Any]:
         """For a result file."""
-        words = [*self.command, *self.flags]
-        return {"command": [*map(without_folders, words)], "environment": dict(self.environment)}
+        return {
+            "command": shlex.join(map(without_folders, self.command)),
+            "environment": {**self.environment},
+        }
+
+    def words(self, port: int) -> list[str]:
+        """The command at a port."""
+        words = [word.replace("{port}", str(port)) for word in self.command]
+        here = ["--host", "127.0.0.1", "--port", str(port)]
+        return words if words != list(self.command) else [*words, *here]
 
 
-def ours(name: str, flags: list[str], environment: Mapping[str, str] | None = None) -> Launch:
+def ours(name: str, flags: Sequence[str], environment: Mapping[str, str] | None = None) -> Launch:
     """This package's server."""
-    command = (sys.executable, "-m", "peagle_jax.serve")
-    return Launch(name, command, ("--json", *flags), environment or {})
+    command = (sys.executable, "-m", "peagle_jax.serve", "--json", *flags)
+    return Launch(name, command, environment or {})
 
 
-def vllm(name: str, python: str, target: str, flags: list[str]) -> Launch:
-    """vLLM's server on this machine's CPU, in the environment of ``python``."""
-    usage = "VLLM_NO_USAGE_STATS"
-    environment = vllm_environment() | {usage: os.environ.get(usage, "1")}
-    # vLLM's own command asks for a distribution of the name vllm, which its CPU build does not have.
-    command = (python, "-m", "vllm.entrypoints.openai.api_server", "--model", target)
-    return Launch(name, command, ("--enforce-eager", *flags), environment)
+def parse_launch(text: str) -> Launch:
+    """``--start``: ``NAME=[VARIABLE=value ...] command``; the command ``ours`` is this package's server.
+
+    Raises:
+        CommandError: there is no name or no command, or a quote is not closed.
+    """
+    match = re.fullmatch(r"([\w.-]+)=(.*)", text, re.DOTALL)
+    name, command = (match[1], match[2]) if match else ("ours", text)
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise CommandError(
+            f"--start {name}: {error}; quote the command's words as a shell wants them"
+        ) from error
+    environment: dict[str, str] = {}
+    while words and re.match(r"[A-Za-z_]\w*=", words[0]):
+        variable, _, value = words.pop(0).partition("=")
+        environment[variable] = value
+    if words[:1] == ["ours"]:
+        return ours(name, words[1:], environment)
+    if match is None or not words:
+        raise CommandError(f"--start {text[:60]!r}: expected NAME=command, or ours and its flags")
+    return Launch(name, tuple(words), environment)
+
+
+def parse_endpoint(text: str) -> Server:
+    """``--endpoint``: ``NAME=URL``, with ``#MODEL`` where the first model that it lists is not meant.
+
+    Raises:
+        CommandError: anything else.
+    """
+    match = re.fullmatch(r"([\w.-]+)=(https?://[^#]+?)/*(?:/v1/*)?(?:#(.+))?", text)
+    if match is None:
+        raise CommandError(f"--endpoint {text[:80]!r}: expected NAME=http://HOST:PORT, and perhaps #MODEL")
+    server = Server(match[1], match[2])
+    if match[3]:
+        server.model = match[3]
+    return server
 
 
 def free_port() -> int:
@@ -77,7 +122,7 @@ class Server:
         self, name: str, url: str, process: subprocess.Popen[bytes] | None = None, log: Path | None = None
     ) -> None:
         self.name, self.url, self.process, self.log = name, url, process, log
-        self.http = httpx.Client(base_url=url, timeout=60)
+        self.http = httpx.Client(base_url=url, timeout=60, headers=headers())
 
     @property
     def running(self) -> bool:
@@ -94,7 +139,8 @@ class Server:
             if not self.running:
                 raise ServerError(f"{self.name} ended before it was ready{self.last_words()}")
             with contextlib.suppress(httpx.TransportError):
-                if self.http.get("/health").status_code == 200:
+                # An endpoint that is not vLLM's may have no /health.
+                if any(self.http.get(path).status_code == 200 for path in ("/health", "/v1/models")):
                     return time.monotonic() - began
             time.sleep(0.2)
         raise ServerError(f"{self.name} was not ready after {within:.0f} s{self.last_words()}")
@@ -116,17 +162,54 @@ class Server:
         """The name that requests give."""
         return self.get("/v1/models").json()["data"][0]["id"]
 
-    def version(self) -> str:
-        return self.get("/version").json()["version"]
+    def version(self) -> str | None:
+        """None of an endpoint that does not tell."""
+        found = self.http.get("/version")
+        return found.json().get("version") if found.status_code == 200 else None
 
     def metrics(self) -> dict[str, float]:
-        return read_metrics(self.get("/metrics").text)
+        """What its counters say; nothing of an endpoint without a metrics page."""
+        found = self.http.get("/metrics")
+        return read_metrics(found.text) if found.status_code == 200 else {}
+
+    def settled_metrics(self) -> dict[str, float]:
+        """Its counters when they stand still: a server may count an answer after it has sent it."""
+        now = self.metrics()
+        while True:
+            time.sleep(SETTLE)
+            before, now = now, self.metrics()
+            if all(before.get(name) == value for name, value in now.items() if name.startswith(COUNTED)):
+                return now
 
     def chat_tokens(self, text: str) -> list[int]:
         """Token ids of one user message in the model's chat template."""
-        body = {"model": self.model, "messages": [{"role": "user", "content": text}]}
-        body |= {"add_generation_prompt": True}
-        return self.http.post("/tokenize", json=body).raise_for_status().json()["tokens"]
+        found = self.tokens_of([{"role": "user", "content": text}])
+        if found is None:
+            raise ServerError(f"{self.name} has no /tokenize")
+        return found
+
+    def tokens_of(self, messages: Sequence[Mapping[str, str]]) -> list[int] | None:
+        """Token ids of messages in the model's chat template; None of an endpoint that does not tokenise."""
+        body = {"model": self.model, "messages": messages, "add_generation_prompt": True}
+        found = self.http.post("/tokenize", json=body)
+        return None if found.status_code in (404, 405) else found.raise_for_status().json()["tokens"]
+
+    def talk(self, conversation: Conversation, max_tokens: int, *, ignore_eos: bool, follow: bool) -> Talk:
+        """A conversation as requests; only its first turn unless ``follow``.
+
+        A single turn goes as token ids where the server tokenises, so that all servers read the same.
+        """
+        messages = [{"role": "user", "content": conversation.turns[0]}]
+        if conversation.system:
+            messages.insert(0, {"role": "system", "content": conversation.system})
+        body: dict[str, Any] = {"model": self.model, "max_tokens": max_tokens, "temperature": 0.0}
+        later = conversation.turns[1:] if follow else ()
+        ids = self.tokens_of(messages)
+        if ids is not None and ignore_eos:
+            body["ignore_eos"] = True  # vLLM's word: another endpoint would refuse it
+        if ids is not None and not later:
+            return Talk(COMPLETIONS, body | {"prompt": ids})
+        return Talk(CHAT, body | {"messages": messages}, later)
 
     def start_up_report(self) -> dict[str, Any]:
         """What our server says that it has loaded; nothing from another one."""
@@ -158,10 +241,9 @@ def started(launch: Launch, logs: Path) -> Iterator[Server]:
     """Starts a server on a free port, at ``server.url``, and stops it in the end. Its log is in ``logs``."""
     port = free_port()
     log = logs / f"{launch.name}.log"
-    command = [*launch.command, *launch.flags, "--host", "127.0.0.1", "--port", str(port)]
     with log.open("wb") as file:
         process = subprocess.Popen(
-            command,
+            launch.words(port),
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
@@ -192,30 +274,10 @@ def read_metrics(text: str) -> dict[str, float]:
     return found
 
 
-DRAFTS = "vllm:spec_decode_num_drafts_total"
-DRAFTED = "vllm:spec_decode_num_draft_tokens_total"
-ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
-PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos_total/"
-GENERATED = "vllm:generation_tokens_total"
 COMPILED = "peagle:compilations_total"
+COUNTED = ("vllm:spec_decode", "vllm:generation_tokens")
 
 
 def change(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
     """What counters have counted in between."""
     return {name: value - before.get(name, 0.0) for name, value in after.items()}
-
-
-def acceptance(counted: Mapping[str, float]) -> dict[str, Any]:
-    """Of the rounds that drafted: the mean length with the target's own token, the share that accepts each
-    position, and how many of all tokens came from them. Nothing if there were none."""
-    drafts = counted.get(DRAFTS, 0.0)
-    if not drafts:
-        return {}
-    places = sorted((int(name.rsplit("/", 1)[1]), name) for name in counted if name.startswith(PER_POSITION))
-    made = drafts + counted[ACCEPTED]
-    return {
-        "mean_acceptance_length": 1 + counted[ACCEPTED] / drafts,
-        "acceptance_per_position": [counted[name] / drafts for _, name in places],
-        "mean_draft_length": counted[DRAFTED] / drafts,
-        "share_of_tokens_from_drafting_rounds": min(1.0, made / max(counted.get(GENERATED, 0.0), made)),
-    }

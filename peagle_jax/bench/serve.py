@@ -1,0 +1,250 @@
+"""``bench serve``: servers over HTTP, measured from outside at rising concurrency, in turn at each level."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import httpx
+import numpy as np
+from rich.progress import Progress
+
+from peagle_jax.arguments import CommandError
+from peagle_jax.bench import prompts, report
+from peagle_jax.bench.clients import Run, Talk, Timed, closed_loop, open_loop
+from peagle_jax.bench.peers import Peers
+from peagle_jax.bench.report import Table, number
+from peagle_jax.bench.servers import COMPILED, Server, ServerError, change
+from peagle_jax.bench.tally import Tally
+
+Part = dict[str, Any]
+FAILURES_SHOWN = 3
+TIMES: dict[str, Callable[[Timed], list[float]]] = {
+    "ttft": lambda r: [r.time_to_first_token],
+    "tpot": lambda r: [r.time_per_token] if r.tokens > 1 else [],
+    "itl": lambda r: r.gaps,
+    "e2el": lambda r: [r.latency],
+}
+"""vLLM's names: time to the first token, per token after it, between chunks, and of the whole answer."""
+
+
+def spread(name: str, values: Sequence[float]) -> Part:
+    """Mean, median, deviation and 99th percentile in milliseconds, by vLLM's names; None of nothing."""
+    ms = 1000 * np.asarray(values)
+    of = {"mean": np.mean, "median": np.median, "std": np.std, "p99": lambda x: np.percentile(x, 99)}
+    return {f"{kind}_{name}_ms": float(f(ms)) if len(ms) else None for kind, f in of.items()}
+
+
+def acceptance(tally: Tally) -> Part:
+    """How drafts fared, by vLLM's names; the rate is in percent there. Nothing if there were none."""
+    if not tally.drafts:
+        return {}
+    told = tally.report()
+    return {
+        "spec_decode_acceptance_rate": 100 * told["draft_acceptance_rate"],
+        "spec_decode_acceptance_length": told["mean_acceptance_length"],
+        "spec_decode_num_drafts": told["num_drafts"],
+        "spec_decode_draft_tokens": told["num_draft_tokens"],
+        "spec_decode_accepted_tokens": told["num_accepted_tokens"],
+        "spec_decode_per_position_acceptance_rates": told["acceptance_per_position"],
+        "share_of_tokens_from_drafting_rounds": told["share_of_tokens_from_drafting_rounds"],
+    }
+
+
+def good(request: Timed, limits: Mapping[str, float]) -> bool:
+    """Whether a request took at most so many milliseconds of each."""
+    return all(1000 * value <= limits[name] for name in limits for value in TIMES[name](request))
+
+
+def point(
+    runs: Sequence[Run], concurrency: int, counted: Mapping[str, float], args: argparse.Namespace
+) -> Part:
+    """One server's figures at one level, of several runs; rates are the medians of theirs."""
+    done = [r for run in runs for r in run.requests if r.error is None]
+    errors = [r.error for run in runs for r in run.requests if r.error is not None]
+    seconds = [run.ended - run.begun for run in runs]
+    tokens = [sum(r.tokens for r in run.requests if r.error is None) for run in runs]
+    rates = [t / s for t, s in zip(tokens, seconds, strict=True)]
+    duration, prompt_tokens = sum(seconds), sum(r.prompt_tokens for r in done)
+    found: Part = {
+        "max_concurrency": concurrency,
+        "request_rate": "inf" if math.isinf(args.request_rate) else args.request_rate,
+        "duration": duration,
+        "completed": len(done),
+        "failed": len(errors),
+        "total_input_tokens": prompt_tokens,
+        "total_output_tokens": sum(tokens),
+        "request_throughput": len(done) / duration,
+        "output_throughput": statistics.median(rates),
+        "output_throughput_runs": rates,
+        "total_token_throughput": (prompt_tokens + sum(tokens)) / duration,
+    }
+    if math.isinf(args.request_rate):
+        steady = [sum(r.tokens_by(run.end) for r in run.requests) / (run.end - run.begun) for run in runs]
+        found |= {
+            "steady_output_throughput": statistics.median(steady),
+            "steady_output_throughput_runs": steady,
+        }
+    if args.goodput:
+        found["request_goodput"] = sum(good(r, dict(args.goodput)) for r in done) / duration
+    # Of a closed loop those that began while all clients were at work.
+    timed = [r for run in runs for r in run.requests if r.error is None and r.begun < run.end]
+    for name, values in TIMES.items():
+        found |= spread(name, [v for r in timed for v in values(r)])
+    found |= acceptance(Tally.of_counters(counted))
+    if COMPILED in counted:
+        found["compilations"] = int(counted[COMPILED])
+    return found | ({"errors": errors[:FAILURES_SHOWN]} if errors else {})
+
+
+def throughput(found: Part) -> float:
+    """The output tokens a second of a point that count: without a closed loop's end, where there is one."""
+    return found.get("steady_output_throughput", found["output_throughput"])
+
+
+def run(args: argparse.Namespace, result: Part, progress: Progress) -> None:
+    """Fills the result. Raises CommandError if there is nothing to measure."""
+    sets = prompts.sets_of(args)
+    conversations = [c for prompt_set in sets for c in prompt_set.conversations]
+    result |= prompts.described(sets, args) | {"repeats": args.repeats, "one_by_one": args.one_by_one}
+    result |= {"runs": {}, **({"goodput_ms": dict(args.goodput)} if args.goodput else {})}
+    peers = Peers(args, progress, result)
+    if not (peers.endpoints or peers.launches):
+        raise CommandError("name servers: --endpoint NAME=URL, or --start ours, or --start NAME=COMMAND")
+    per_level = [_requests(args, c) for c in args.max_concurrency]
+    total = sum(per_level) * args.repeats * sum(map(len, peers.groups))
+    task = progress.add_task("requests", total=total, note="")
+    for group in peers.groups:
+        with peers.started(group) as servers:
+            _measure(servers, conversations, args, result, progress, task)
+
+
+def _requests(args: argparse.Namespace, concurrency: int) -> int:
+    """Conversations of a run at a level."""
+    return concurrency * max(args.requests_per_client, -(-args.least_requests // concurrency))
+
+
+def _measure(
+    servers: list[Server],
+    conversations: Sequence[Any],
+    args: argparse.Namespace,
+    result: Part,
+    progress: Progress,
+    task: Any,
+) -> None:
+    """Servers that run side by side, in turn at each level."""
+    talks: dict[str, list[Talk]] = {}
+    for server in servers:
+        result["runs"][server.name]["points"] = []
+        options = {"ignore_eos": args.ignore_eos, "follow": args.turns == "all"}
+        try:
+            made = [server.talk(c, args.max_tokens, **options) for c in conversations]
+            warm = asyncio.run(closed_loop(server.url, made, 1, 1)).requests[0]
+            if warm.error is not None:
+                raise ServerError(f"{server.name} did not answer: {warm.error}{server.last_words()}")
+            talks[server.name] = made
+        except (ServerError, httpx.HTTPError) as error:
+            _fail(server, str(error), result, progress)
+    servers = [server for server in servers if server.name in talks]
+    for concurrency in args.max_concurrency:
+        runs: dict[str, list[Run]] = {server.name: [] for server in servers}
+        before = {server.name: server.settled_metrics() for server in servers}
+        for repeat in range(args.repeats):
+            for server in list(servers):
+                progress.update(task, note=f"{server.name} at {concurrency}")
+                runs[server.name].append(
+                    _one(
+                        server, talks[server.name], concurrency, repeat, args, lambda: progress.advance(task)
+                    )
+                )
+                if not server.running:
+                    _fail(server, f"{server.name} ended{server.last_words()}", result, progress)
+                    servers.remove(server)
+        for server in servers:
+            counted = change(before[server.name], server.settled_metrics())
+            found = point(runs[server.name], concurrency, counted, args)
+            result["runs"][server.name]["points"].append(found)
+        report.write_result(result, args.out)
+
+
+def _one(
+    server: Server,
+    talks: Sequence[Talk],
+    concurrency: int,
+    repeat: int,
+    args: argparse.Namespace,
+    told: Callable[[], None],
+) -> Run:
+    count = _requests(args, concurrency)
+    if math.isinf(args.request_rate):
+        each = count // concurrency
+        return asyncio.run(closed_loop(server.url, talks, concurrency, each, args.least_seconds, told))
+    seed = args.seed + repeat
+    return asyncio.run(open_loop(server.url, talks, concurrency, count, args.request_rate, seed, told))
+
+
+def _fail(server: Server, error: str, result: Part, progress: Progress) -> None:
+    result["runs"][server.name]["error"] = error
+    progress.console.print(error, style="red", markup=False, soft_wrap=True)
+
+
+def tables(result: Part) -> list[Table]:
+    measured = {name: entry["points"] for name, entry in result["runs"].items() if entry.get("points")}
+    levels = sorted({p["max_concurrency"] for points in measured.values() for p in points})
+    rates = {name: {p["max_concurrency"]: throughput(p) for p in points} for name, points in measured.items()}
+    columns = ("", *map(str, levels))
+    answers = f"{result['max_tokens']} tokens an answer"
+    found = [
+        Table(
+            f"output tokens/s by clients, {answers}",
+            columns,
+            [[name, *(number(rate.get(level), 1) for level in levels)] for name, rate in rates.items()],
+        )
+    ]
+    first = next(iter(rates), None)
+    if len(rates) > 1:
+        rows = [
+            [
+                name,
+                *(
+                    number(rate[c] / rates[first][c]) if rate.get(c) and rates[first].get(c) else ""
+                    for c in levels
+                ),
+            ]
+            for name, rate in rates.items()
+            if name != first
+        ]
+        found.append(Table(f"tokens/s to those of {first}", columns, rows))
+    rows = [
+        [
+            f"{name} at {p['max_concurrency']}",
+            number(throughput(p), 1),
+            number(p["median_ttft_ms"], 0),
+            number(p["p99_ttft_ms"], 0),
+            number(p["median_tpot_ms"], 1),
+            number(p["p99_tpot_ms"], 1),
+            number(p["p99_itl_ms"], 0),
+            number(p["median_e2el_ms"], 0),
+            number(p.get("spec_decode_acceptance_length")),
+            *([number(p.get("request_goodput"))] if "goodput_ms" in result else []),
+            str(p["completed"]),
+            str(p["failed"]),
+        ]
+        for name, points in measured.items()
+        for p in points
+    ]
+    columns = ("", "tokens/s", "TTFT ms", "p99", "TPOT ms", "p99", "ITL p99", "E2E ms", "accepted")
+    columns += (*(("goodput/s",) if "goodput_ms" in result else ()), "done", "failed")
+    return [*found, Table("latencies, medians and 99th percentiles", columns, rows)] if measured else []
+
+
+def notes(result: Part) -> list[str]:
+    found = [f"{name}: {entry['error']}" for name, entry in result["runs"].items() if "error" in entry]
+    errors = {
+        e for entry in result["runs"].values() for p in entry.get("points", ()) for e in p.get("errors", ())
+    }
+    return found + [f"a request failed: {error}" for error in sorted(errors)]

@@ -205,11 +205,6 @@ def load(
             "--quantization fp8 is for GPUs and TPUs, found a CPU; ask for int8, which takes as much memory"
         )
     mesh = placement and placement.mesh
-    if quantization is not None and placement is not None and placement.tensor > 1:
-        raise CommandError(
-            f"--quantization {quantization} and --tensor-parallel-size {placement.tensor}: quantised weights "
-            "are not split over devices; leave one of them out"
-        )
     target = load_target(
         model, dtype=chosen, revision=revision, tokenizer=tokenizer, mesh=mesh, quantization=quantization
     )

@@ -60,8 +60,8 @@ def read_gpt_oss(reader: Reader, block: BlockConfig, layer: int, dtype: np.dtype
     both: Any
     down: Any
     if reader.has(f"{prefix}.gate_up_proj_blocks"):
-        both = _packed(reader, f"{prefix}.gate_up_proj", (e, 2 * f, d))
-        down = _packed(reader, f"{prefix}.down_proj", (e, d, f))
+        both = _packed(reader, f"{prefix}.gate_up_proj", (e, 2 * f, d), dtype)
+        down = _packed(reader, f"{prefix}.down_proj", (e, d, f), dtype)
     else:  # stored (in, out)
         both = reader.take(f"{prefix}.gate_up_proj", (e, d, 2 * f), dtype).swapaxes(1, 2)
         down = np.ascontiguousarray(reader.take(f"{prefix}.down_proj", (e, f, d), dtype).swapaxes(1, 2))
@@ -78,7 +78,7 @@ def _count(block: BlockConfig) -> int:
     return block.moe.num_experts
 
 
-def _packed(reader: Reader, name: str, shape: tuple[int, int, int]) -> Mxfp4:
+def _packed(reader: Reader, name: str, shape: tuple[int, int, int], dtype: np.dtype) -> Mxfp4:
     """Blocks (E, out, in/32, 16) and scales (E, out, in/32)."""
     count, out, width = shape
     place = reader.source.place
@@ -93,7 +93,7 @@ def _packed(reader: Reader, name: str, shape: tuple[int, int, int]) -> Mxfp4:
             raise CheckpointError(f"{place}: tensor {name}_{part} is {array.dtype}; expected uint8")
     if (scales == NOT_A_SCALE).any():
         raise CheckpointError(f"{place}: tensor {name}_scales holds NaN ({NOT_A_SCALE}); the file is damaged")
-    return Mxfp4(np.array(blocks.reshape(count, out, width // 2)), np.array(scales))
+    return Mxfp4(np.array(blocks.reshape(count, out, width // 2)), np.array(scales), dtype)
 
 
 EXPERTS: dict[str | None, ReadExperts] = {"each": read_each, "gpt_oss": read_gpt_oss}

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from peagle_jax.checkpoint.errors import CheckpointError
-from peagle_jax.layers.quantized import GROUP, BlockWeight, QuantizedWeight, pack, quantize
+from peagle_jax.layers.quantized import GROUP, PAIR, BlockWeight, QuantizedWeight, pack, quantize
 
 QUANTIZATIONS = ("int8", "int4", "fp8", "gguf")
 
@@ -57,13 +57,13 @@ def block_weight(data: np.ndarray, kind: str, shape: tuple[int, ...], dtype: Any
     None for another type than Q8_0, Q4_0 and Q4_1, and for rows that are no whole number of pairs of blocks.
     """
     bits, has_minimum = {"Q8_0": (8, False), "Q4_0": (4, False), "Q4_1": (4, True)}.get(kind, (0, False))
-    if not bits or len(shape) != 2 or shape[1] % (2 * GROUP):
+    if not bits or len(shape) != 2 or shape[1] % PAIR:
         return None
     head = 4 if has_minimum else 2
     blocks = data.reshape(shape[0], -1, head + GROUP * bits // 8)
     factors = np.ascontiguousarray(blocks[..., :head]).view(np.float16)
     values = blocks[..., head:]
-    if bits == 4:  # a block's first half lies in the low bits, here it is the row's
+    if bits == 4:  # a block's first half lies in the low bits, here a pair's first block does
         values = pack(np.concatenate([values & 15, values >> 4], -1).reshape(shape))
     if not has_minimum:  # Q4_0 counts from -8: in two's complement that is one flipped bit
         values = (values ^ 0x88 if bits == 4 else values).view(np.int8)

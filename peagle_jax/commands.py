@@ -200,10 +200,7 @@ def load(
         name = "the embedded model" if model is None else model
         raise CommandError(f"{found} but there is no head for {name}; name one, or leave it out")
     chosen = resolve_dtype(dtype)
-    if quantization == "fp8" and jax.default_backend() == "cpu":
-        raise CommandError(
-            "--quantization fp8 is for GPUs and TPUs, found a CPU; ask for int8, which takes as much memory"
-        )
+    check_quantization(quantization)
     mesh = placement and placement.mesh
     target = load_target(
         model, dtype=chosen, revision=revision, tokenizer=tokenizer, mesh=mesh, quantization=quantization
@@ -219,6 +216,14 @@ def load(
     return Loaded(
         target, Head(config, params, head), num_speculative_tokens, chosen, placement, kv_cache_dtype
     )
+
+
+def check_quantization(quantization: str | None) -> None:
+    """Raises CommandError for one that this machine is not for."""
+    if quantization == "fp8" and jax.default_backend() == "cpu":
+        raise CommandError(
+            "--quantization fp8 is for GPUs and TPUs, found a CPU; ask for int8, which takes as much memory"
+        )
 
 
 def _check_revision(model: str | None, revision: str | None) -> None:
@@ -310,7 +315,8 @@ def _position_bytes(
     parts = loaded.placement.tensor if loaded.placement is not None and split else 1
     int8 = loaded.int8_cache and config is loaded.target.config
     layer = 2 * config.block.num_kv_heads // parts * row_bytes(config.block.head_dim, loaded.dtype, int8)
-    bounds = (rings or (0,)) * (config.num_layers // len(rings or (0,)))
+    bounds = rings or (0,)
+    bounds *= config.num_layers // len(bounds)
     return layer * sum(ring == 0 for ring in bounds), layer * sum(bounds)
 
 

@@ -81,6 +81,16 @@ class Places:
         return jax.tree.map(_zeros, shapes, self._sharding(field, shapes))
 
 
+class Nowhere(Places):
+    """Weights are let go: what reading a model checks is checked, and nothing kept."""
+
+    def put(self, field: str, array: Any) -> Any:
+        return None
+
+    def fill(self, stack: Any, field: str, array: Any, index: int, count: int) -> Any:
+        return None
+
+
 def _put(array: np.ndarray, where: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(array.shape, where, lambda index: array[index])
 

@@ -29,6 +29,7 @@ from rich.table import Table
 from peagle_jax.arguments import CommandError, run_command
 from peagle_jax.bench.machine import describe_machine, save, tell
 from peagle_jax.config import SpecConfig, TargetConfig
+from peagle_jax.models.stack import check_taps
 from peagle_jax.speculative.decoder import Decoder
 from peagle_jax.speculative.request import PromptChunk, Request
 
@@ -184,6 +185,10 @@ def main() -> int:
     if args.out and not args.out.parent.is_dir():
         raise CommandError(f"--out {args.out} is in no folder that exists; make it first")
     target = shortened(TARGETS[args.target][0], args.layers, args.vocabulary)
+    try:
+        check_taps(target, head_of(target, args.taps).taps)  # before minutes of making weights
+    except ValueError as error:
+        raise CommandError(f"{error} (--taps)") from error
     device = jax.devices()[0]
     report: dict[str, Any] = {**describe_machine(("jax", "jaxlib")), "device": device.device_kind}
     report |= {"target": args.target, "K": args.k, "dtype": DTYPE.name, "loads": []}

@@ -65,7 +65,8 @@ def shape(*sizes: int, dtype: Any = DTYPE) -> jax.ShapeDtypeStruct:
 
 def packed(*sizes: int) -> Mxfp4:
     *lead, width = sizes
-    return Mxfp4(shape(*lead, width // 2, dtype=jnp.uint8), shape(*lead, width // 32, dtype=jnp.uint8))  # pyright: ignore[reportArgumentType]
+    values, scales = (shape(*lead, width // of, dtype=jnp.uint8) for of in (2, 32))
+    return Mxfp4(values, scales, DTYPE)
 
 
 def target_weights(cfg: TargetConfig) -> TargetParams:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any, NoReturn, TextIO
@@ -103,6 +104,8 @@ def run_command(main: Callable[[], int]) -> int:
     replaced, as libraries count on there being one.
     """
     tune_cpu()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as it was while the command's imports ran
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.stdout, sys.stderr = sys.stdout or _nowhere(), sys.stderr or _nowhere()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

@@ -212,16 +212,8 @@ def load(
         name = "the embedded model" if model is None else model
         raise CommandError(f"{found} but there is no head for {name}; name one, or leave it out")
     chosen = resolve_dtype(dtype)
-    if quantization == "fp8" and jax.default_backend() == "cpu":
-        raise CommandError(
-            "--quantization fp8 is for GPUs and TPUs, found a CPU; ask for int8, which takes as much memory"
-        )
+    check_quantization(quantization)
     mesh = placement and placement.mesh
-    if quantization is not None and placement is not None and placement.tensor > 1:
-        raise CommandError(
-            f"--quantization {quantization} and --tensor-parallel-size {placement.tensor}: quantised weights "
-            "are not split over devices; leave one of them out"
-        )
     target = load_target(
         model, dtype=chosen, revision=revision, tokenizer=tokenizer, mesh=mesh, quantization=quantization
     )
@@ -242,6 +234,14 @@ def with_head(loaded: Loaded, head: str, tokens: int | None, method: Method | No
         tokens = min(trained, DEFAULT_TOKENS)
     found = Head(config, params, head, read_calibration(head))
     return dataclasses.replace(loaded, head=found, num_speculative_tokens=tokens)
+
+
+def check_quantization(quantization: str | None) -> None:
+    """Raises CommandError for one that this machine is not for."""
+    if quantization == "fp8" and jax.default_backend() == "cpu":
+        raise CommandError(
+            "--quantization fp8 is for GPUs and TPUs, found a CPU; ask for int8, which takes as much memory"
+        )
 
 
 def _check_revision(model: str | None, revision: str | None) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import signal
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from peagle_jax.arguments import CommandError, Parser, named, run_command
+from peagle_jax.arguments import CommandError, Parser, named, run_command, utf8
 
 if TYPE_CHECKING:  # imported where they are used, so that --help is quick
     from peagle_jax.checkpoint.conversion import Reading
@@ -56,6 +59,13 @@ def _taps(value: str) -> tuple[int, ...]:
     return taps
 
 
+def folder(value: str) -> str:
+    """An argument's type: text that is not blank, where there is no default."""
+    if not value.strip():
+        raise argparse.ArgumentTypeError("is empty; name a folder")
+    return utf8(value)
+
+
 def _add_reading(parser: Parser) -> None:
     """The arguments that say how a head is read."""
     add = parser.add_argument
@@ -91,8 +101,8 @@ def build_parser() -> Parser:
         epilog=_EPILOG,
     )
     add = parser.add_argument
-    add("source", type=named, metavar="SRC", help="a head or target; or the word inspect, then a head")
-    add("into", type=named, metavar="DST", help="the folder to write; weights that it holds are replaced")
+    add("source", type=folder, metavar="SRC", help="a head or target; or the word inspect, then a head")
+    add("into", type=folder, metavar="DST", help="the folder to write; weights that it holds are replaced")
     add("--to", choices=LAYOUTS, required=True, help="the layout to write")
     add("--verify", action="store_true", help="load the result and compare tensors, and logits with --target")
     _add_reading(parser)
@@ -105,16 +115,34 @@ def build_inspect_parser() -> Parser:
         description="Say what a head is, how it would be read, and everything that is wrong with it.",
         epilog=_INSPECT_EPILOG,
     )
-    parser.add_argument("source", type=named, metavar="SRC", help="a head's folder or hub id")
+    parser.add_argument("source", type=folder, metavar="SRC", help="a head's folder or hub id")
     _add_reading(parser)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
+    for i, value in list(enumerate(argv))[:0:-1]:
+        if argv[i - 1] == "--taps" and value[:1] == "-" and value[1:2].isdigit():
+            argv[i - 1 : i + 1] = [f"--taps={value}"]  # argparse would take it for a flag
     if argv[:1] == ["inspect"]:
         return _inspect(build_inspect_parser().parse_args(argv[1:]))
-    return _convert(build_parser().parse_args(argv))
+    args = build_parser().parse_args(argv)
+    with _terminated():
+        return _convert(args)
+
+
+@contextlib.contextmanager
+def _terminated() -> Iterator[None]:
+    """SIGTERM ends the block as Ctrl-C does, so that nothing half written stays behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _reading(args: argparse.Namespace) -> Reading:
@@ -189,6 +217,7 @@ def _convert_head(args: argparse.Namespace, source: Path, into: Path) -> dict[st
         "method": head.outline.method,
         "taps": taps.boundaries and list(taps.boundaries),
         "taps_decided": taps.decided,
+        "verifier": head.about.verifier.get("name_or_path"),
         "tensors": len(head.tensors),
         "bytes": sum(value.nbytes for value in head.tensors.values()),
         "verified": None,
@@ -248,6 +277,11 @@ def _lines(report: dict[str, Any]) -> list[str]:
         taps = report["taps"]
         shown = "" if taps is None else f"{', '.join(map(str, taps))}: "
         lines.append(f"taps {shown}{report['taps_decided']}")
+        if report["layout"] == "speculators" and not report["verifier"]:
+            key = "speculators_config.verifier.name_or_path"
+            lines.append(
+                f"{key} is null, as no name of the target is known: vLLM needs one to serve by this alone"
+            )
     if verified := report["verified"]:
         lines.append(f"verified: {verified['tensors']} tensors are the same, bit for bit")
         if verified["logits"]:
@@ -259,9 +293,13 @@ def _lines(report: dict[str, Any]) -> list[str]:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    from peagle_jax.checkpoint.folder import resolve
+    from peagle_jax.checkpoint.folder import local_path, resolve
     from peagle_jax.checkpoint.inspection import inspect_head
 
+    if local_path(args.source).is_file():
+        raise CommandError(
+            f"{args.source} is a file; expected a head's folder, which holds its config.json too"
+        )
     rows = inspect_head(resolve(args.source, args.revision), _target(args), _reading(args))
     faults = [row for row in rows if row.fault]
     if args.json:

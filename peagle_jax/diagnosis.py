@@ -26,8 +26,10 @@ from peagle_jax.config import (
     default_taps,
 )
 from peagle_jax.drafter.head import DrafterParams
+from peagle_jax.layers.quantized import QuantizedWeight, dequantize
 from peagle_jax.models.stack import TargetParams
 from peagle_jax.speculative.decoder import Decoder
+from peagle_jax.speculative.placement import Placement
 from peagle_jax.speculative.request import Request
 from peagle_jax.speculative.statistics import AcceptanceStatistics
 
@@ -65,8 +67,9 @@ class Trials:
         prompts: Prompts,
         num_speculative_tokens: int,
         max_tokens: int,
+        placement: Placement | None = None,
     ) -> None:
-        self._target, self._params = target, params
+        self._target, self._params, self._placement = target, params, placement
         self.num_speculative_tokens = num_speculative_tokens
         self._requests = [
             Request(
@@ -108,6 +111,7 @@ class Trials:
             batch=count,
             widths=(count,),
             prefill_chunk=32,
+            placement=self._placement,
         )
         if not self._decoders:  # the head as it is; each alternative's programs serve once
             self._decoders[cfg] = decoder
@@ -161,9 +165,9 @@ def alternatives(
     shared = target_params.embed
     if params.embed is not shared and params.embed.shape == shared.shape:
         fix = "leave embed_tokens.weight out of the head, so that the target's is taken"
-        yield Alternative(
-            "the target's embedding", fix, cfg, params.replace(embed=shared.astype(params.embed.dtype))
-        )
+        table = dequantize(shared) if isinstance(shared, QuantizedWeight) else shared
+        other = params.replace(embed=table.astype(params.embed.dtype))
+        yield Alternative("the target's embedding", fix, cfg, other)
     for name, taps in _other_taps(cfg, target):
         yield Alternative(
             f"taps {', '.join(map(str, taps))} ({name})",

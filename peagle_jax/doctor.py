@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from peagle_jax import commands
+from peagle_jax import commands, precision
 from peagle_jax.arguments import CommandError, Parser, add_model, named, run_command
 from peagle_jax.checkpoint.dialects import MapKind, read_facts
 from peagle_jax.checkpoint.errors import CheckpointError
@@ -35,6 +35,7 @@ from peagle_jax.diagnosis import (
 )
 from peagle_jax.drafter.head import DrafterParams
 from peagle_jax.generate import prompt_token_ids
+from peagle_jax.speculative.placement import Placement
 from peagle_jax.speculative.statistics import AcceptanceStatistics
 
 PROMPTS = (
@@ -103,6 +104,7 @@ def load(
     *,
     map_kind: MapKind = "offsets",
     put_mask: bool = False,
+    placement: Placement | None = None,
 ) -> tuple[DrafterConfig, DrafterParams]:
     """As ``load_head``; ``put_mask`` gives a P-EAGLE head without mask_hidden one of zeros.
 
@@ -118,7 +120,7 @@ def load(
             raise CheckpointError(f"{folder} lacks more than mask_hidden, or does not lack it")
         source = _WithMask(source, source.shape(fc)[-1])
     loader = HeadLoader(facts, source, target.config, target.params, np.dtype(dtype), place)
-    return loader.load(None, "auto", map_kind)
+    return loader.load(None, "auto", map_kind, placement and placement.mesh)
 
 
 def examine(
@@ -129,11 +131,14 @@ def examine(
     dtype: jnp.dtype,
     max_tokens: int,
     try_all: bool = False,
+    placement: Placement | None = None,
+    num_speculative_tokens: int | None = None,
     tell: Any = lambda trial: None,
 ) -> Report:
     """Tries the head as its files say, and its other readings until one explains what is wrong.
 
     Args:
+        num_speculative_tokens: K; None is the default's, or less where the head was trained for less.
         tell: is given each ``Trial`` as it ends.
 
     Raises:
@@ -150,13 +155,13 @@ def examine(
 
     def start(cfg: DrafterConfig) -> Trials:
         depths = cfg.num_depths if cfg.method == "peagle" else commands.DEFAULT_TOKENS
-        count = min(depths, commands.DEFAULT_TOKENS)
-        return Trials(target.config, target.params, prompts, count, max_tokens)
+        count = num_speculative_tokens or min(depths, commands.DEFAULT_TOKENS)
+        return Trials(target.config, target.params, prompts, count, max_tokens, placement)
 
     try:
-        cfg, params = load(folder, target, dtype)
+        cfg, params = load(folder, target, dtype, placement=placement)
     except CheckpointError as error:
-        name, cause, fix, (cfg, params) = _loads_otherwise(folder, target, dtype, error)
+        name, cause, fix, (cfg, params) = _loads_otherwise(folder, target, dtype, placement, error)
         report.trials.append(Trial("as its files say", None))
         report.illness, report.cause, report.fix = f"it does not load: {error}", cause, fix
         trials = start(cfg)
@@ -175,7 +180,7 @@ def examine(
 
     def absolute() -> DrafterParams | None:
         try:
-            other = load(folder, target, dtype, map_kind="absolute")[1]
+            other = load(folder, target, dtype, map_kind="absolute", placement=placement)[1]
         except CheckpointError:
             return None
         return None if same_array(other.draft_to_target, params.draft_to_target) else other
@@ -198,7 +203,11 @@ def examine(
 
 
 def _loads_otherwise(
-    folder: Path, target: LoadedTarget, dtype: jnp.dtype, error: CheckpointError
+    folder: Path,
+    target: LoadedTarget,
+    dtype: jnp.dtype,
+    placement: Placement | None,
+    error: CheckpointError,
 ) -> tuple[str, str, str, tuple[DrafterConfig, DrafterParams]]:
     """The reading under which a head that is refused loads. Raises the refusal where there is none."""
     ways: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
@@ -207,7 +216,7 @@ def _loads_otherwise(
     )
     for name, cause, fix, options in ways:
         try:
-            return name, cause, fix, load(folder, target, dtype, **options)
+            return name, cause, fix, load(folder, target, dtype, placement=placement, **options)
         except CheckpointError:
             continue
     raise error
@@ -224,6 +233,21 @@ def build_parser() -> Parser:
     add("--head", type=named, help="a head's folder or hub id (default: the embedded model's own head)")
     add("--prompts", type=named, metavar="FILE", help="prompts, one a line (default: four of its own)")
     add("--max-tokens", type=int, default=48, metavar="N", help="new tokens a prompt (default: 48)")
+    add(
+        "--num-speculative-tokens",
+        type=int,
+        metavar="K",
+        help="tokens drafted a round (default: 5, or what the head was trained for)",
+    )
+    precision.add_quantization(add)
+    add(
+        "--tensor-parallel-size",
+        "-tp",
+        type=int,
+        default=1,
+        metavar="N",
+        help="devices that the model and its head are split over (default: 1)",
+    )
     add("--dtype", choices=commands.DTYPES, default="auto", help="of the weights (default: auto)")
     add("--raw", action="store_true", help="the prompts as they are, without the model's chat template")
     add("--all", action="store_true", help="try every reading, also of a healthy head")
@@ -235,6 +259,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     if args.max_tokens < 2:
         raise CommandError(f"--max-tokens must be 2 or more, found {args.max_tokens}")
+    if args.num_speculative_tokens is not None and args.num_speculative_tokens < 1:
+        raise CommandError(f"--num-speculative-tokens must be 1 or more, found {args.num_speculative_tokens}")
     texts = PROMPTS if args.prompts is None else _read_prompts(local_path(args.prompts))
     folder = _head_folder(args)
     began, dtype = time.perf_counter(), commands.resolve_dtype(args.dtype)
@@ -242,8 +268,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     def say(text: str) -> None:
         print(f"{time.perf_counter() - began:6.1f} s  {text}", file=sys.stderr, flush=True)
 
+    placement = commands.placement(1, args.tensor_parallel_size) if args.tensor_parallel_size != 1 else None
+    commands.check_quantization(args.quantization)
     say("loading")
-    target = load_target(args.model, dtype=dtype, tokenizer=args.tokenizer)
+    target = load_target(
+        args.model,
+        dtype=dtype,
+        tokenizer=args.tokenizer,
+        mesh=placement and placement.mesh,
+        quantization=args.quantization,
+    )
     prompts = [prompt_token_ids(target.tokenizer, text, args.raw) for text in texts]
     for text, ids in zip(texts, prompts, strict=True):
         if not 0 < len(ids) < target.config.max_position - 1:
@@ -259,6 +293,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         dtype=dtype,
         max_tokens=args.max_tokens,
         try_all=args.all,
+        placement=placement,
+        num_speculative_tokens=args.num_speculative_tokens,
         tell=lambda trial: say(f"{trial.name}: {_length(trial)}"),
     )
     if args.json:

@@ -381,12 +381,14 @@ def _verdict(report: dict[str, Any]) -> str:
     if report["identical"]:
         return "tokens: the same with and without the head"
     difference = report["first_difference"]
-    place = f"tokens: they part at {difference['position']}"
+    place = f"tokens: they part at {difference['position']}, where"
     if "margin" not in difference:
-        return f"{place}, where one of them ends"
-    margin = f"{place}, where the target's margin is {difference['margin']:.1e}"
+        return f"{place} one of them ends"
+    margin = f"{place} the target's margin is {difference['margin']:.1e}"
     if difference["tie"]:
         return f"{margin}: a tie"
+    if report["kv_cache_dtype"] == "int8":
+        return f"{margin}; an int8 cache enlarges last bits, so check with --kv-cache-dtype auto"
     if report["dtype"] != "float32":
         return f"{margin}; {report['dtype']} rounds, so check with --dtype float32"
     return f"{margin}: not a tie, please report it"

@@ -65,7 +65,8 @@ def _position_bytes(
     parts = loaded.placement.tensor if loaded.placement is not None and split else 1
     int8 = loaded.int8_cache and config is loaded.target.config
     layer = 2 * config.block.num_kv_heads // parts * row_bytes(config.block.head_dim, loaded.dtype, int8)
-    bounds = (rings or (0,)) * (config.num_layers // len(rings or (0,)))
+    bounds = rings or (0,)
+    bounds *= config.num_layers // len(bounds)
     return layer * sum(ring == 0 for ring in bounds), layer * sum(bounds)
 
 

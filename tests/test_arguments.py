@@ -6,6 +6,7 @@ import io
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -89,3 +90,22 @@ def test_an_error_of_the_system_is_one_line_and_status_2(capsys, error, line):
 def test_other_errors_keep_their_traceback():
     with pytest.raises(ZeroDivisionError):
         run_command(lambda: 1 // 0)
+
+
+@pytest.mark.parametrize("module", ["peagle_jax.generate", "elsewhere"])
+def test_ctrl_c_ends_only_a_commands_imports_without_a_trace(module):
+    code = f"""
+import os, signal, sys
+sys.argv, sys.orig_argv = ["-m"], ["python", "-m", {module!r}]
+from peagle_jax.arguments import run_command
+try:
+    os.kill(os.getpid(), signal.SIGINT) if sys.stdin.read() else run_command(lambda: signal.raise_signal(2))
+except KeyboardInterrupt:
+    print("caught")
+"""
+    run = partial(subprocess.run, [sys.executable, "-c", code], capture_output=True, text=True)
+    while_importing, after = run(input="now"), run(input="")
+    ours = module.startswith("peagle_jax")
+    assert (while_importing.returncode, while_importing.stdout) == ((-2, "") if ours else (0, "caught\n"))
+    assert while_importing.stderr == ""
+    assert (after.returncode, after.stdout, after.stderr) == (0, "", "")

@@ -260,12 +260,6 @@ def test_an_int8_cache_has_more_positions_in_the_same_memory(loads, monkeypatch)
     assert "KV cache" not in dict(commands.describe(plain, 99))
 
 
-def test_quantised_weights_are_not_split_over_devices(loads):
-    with pytest.raises(CommandError, match="--quantization int8 and --tensor-parallel-size 2: .* leave one"):
-        commands.load("m", None, None, quantization="int8", placement=commands.placement(1, 2))
-    assert loads == []
-
-
 def test_fp8_is_not_for_a_cpu():
     with pytest.raises(CommandError, match="fp8 is for GPUs and TPUs, found a CPU; ask for int8"):
         commands.load(None, None, 0, quantization="fp8")

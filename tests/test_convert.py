@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import signal
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from peagle_jax import convert
 from peagle_jax.arguments import run_command
+from peagle_jax.checkpoint import layouts
 from peagle_jax.checkpoint.model import load_target
 from peagle_jax.checkpoint.stored_head import read_stored_head
 from tests.checkpoint.files import write_gguf
@@ -102,10 +105,16 @@ def test_a_target_becomes_orbax(tmp_path, capsys, model, kind):
             "is a target, which --to vllm cannot hold",
         ),
         (["{model}", "{out}", "--to", "orbax", "--taps", "1"], "is a target, and --taps is for heads"),
+        (["", "{out}", "--to", "vllm"], "argument SRC: is empty; name a folder"),
+        (
+            ["{head}", "{out}", "--to", "vllm", "--taps", "-1,2"],
+            "--taps: is '-1,2'; expected boundaries of 0",
+        ),
+        (["inspect", "{head}/config.json"], "is a file; expected a head's folder"),
         (["inspect"], "the following arguments are required: SRC"),
         (["inspect", "{head}", "--target", "/no/such"], "does not exist"),
     ],
-    ids=range(13),
+    ids=range(16),
 )
 def test_mistakes_are_one_line_and_status_2_and_nothing_is_written(tmp_path, capsys, head, model, argv, said):
     before = {path.name: path.read_bytes() for path in head.iterdir()}
@@ -120,6 +129,29 @@ def test_mistakes_are_one_line_and_status_2_and_nothing_is_written(tmp_path, cap
     assert err.count("\n") == 1
     assert not (tmp_path / "out").exists()
     assert {path.name: path.read_bytes() for path in head.iterdir()} == before
+
+
+def test_a_target_that_would_not_load_is_not_converted(tmp_path, capsys):
+    model = write_model(tmp_path / "target")
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"][:-1]
+    save_file(tensors, model / "model.safetensors")
+    assert run(model, tmp_path / "o", "--to", "orbax") == 2
+    assert "model.norm.weight has shape" in capsys.readouterr().err
+    assert not (tmp_path / "o").exists()
+
+
+def test_sigterm_leaves_nothing_behind(tmp_path, head, monkeypatch):
+    def ended(*_, **__):
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(layouts, "save_file", ended)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as stop:
+        run(head, tmp_path / "o", "--to", "vllm")
+    assert stop.value.code == 143
+    assert [path.name for path in tmp_path.iterdir()] == ["head"]
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_inspect_prints_a_table_and_its_status_tells_of_faults(capsys, head, model, monkeypatch):

@@ -198,16 +198,33 @@ def test_the_command_shows_its_progress_and_its_status_tells(command, saved, cap
     assert "cause: mask_hidden is all zeros\ndo: take mask_hidden from" in capsys.readouterr().out
 
 
+@pytest.mark.timeout(1200)
+def test_the_target_is_examined_as_it_is_served(command, saved, capsys, monkeypatch):
+    loads = []
+    monkeypatch.setattr(doctor, "Trials", Trials)  # programs of this K
+    monkeypatch.setattr(doctor, "load_target", lambda ref, **given: loads.append(given) or TARGET)
+    flags = ["--quantization", "int8", "--num-speculative-tokens", "2", "--tensor-parallel-size", "1"]
+    assert command("--json", *flags) == 0
+    assert loads[0]["quantization"] == "int8" and loads[0]["mesh"] is None
+    assert len(json.loads(capsys.readouterr().out)["trials"][0]["acceptance_per_position"]) == 2
+    monkeypatch.setattr(
+        doctor, "examine", lambda *_, placement, **__: loads.append(placement) or doctor.Report([], None)
+    )
+    assert command("--tensor-parallel-size", "2") == 0
+    assert loads[1]["mesh"] is loads[2].mesh and loads[2].tensor == 2
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
         (["--max-tokens", "1"], "--max-tokens must be 2 or more, found 1"),
+        (["--num-speculative-tokens", "0"], "--num-speculative-tokens must be 1 or more, found 0"),
         (["--prompts", "/no/such"], "/no/such: No such file"),
         (["--head", "/no/such"], "does not exist"),
         (["--prompts", "{empty}"], "holds no prompt; expected one a line"),
         (["--prompts", "{long}"], "tokens; expected 1 to 254"),
     ],
-    ids=range(5),
+    ids=range(6),
 )
 def test_mistakes_are_one_line_and_status_2(command, capsys, tmp_path, argv, said):
     files = {"empty": "\n\n", "long": "w1 " * 300}

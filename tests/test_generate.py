@@ -237,10 +237,14 @@ def test_the_margin_of_a_sampled_token_is_in_what_the_rule_compares():
 
 
 def test_verdicts_tell_ties_from_faults():
-    def verdict(dtype: str, **difference) -> str:
-        return generate._verdict({"identical": False, "dtype": dtype, "first_difference": difference})
+    def verdict(dtype: str, cache: str = "auto", **difference) -> str:
+        report = {"identical": False, "dtype": dtype, "kv_cache_dtype": cache, "first_difference": difference}
+        return generate._verdict(report)
 
     assert verdict("float32", position=3, margin=1e-5, tie=True).endswith("a tie")
     assert "check with --dtype float32" in verdict("bfloat16", position=3, margin=1e-2, tie=False)
     assert "not a tie" in verdict("float32", position=3, margin=1e-2, tie=False)
+    assert "check with --kv-cache-dtype auto" in verdict(
+        "float32", "int8", position=3, margin=1e-2, tie=False
+    )
     assert "one of them ends" in verdict("float32", position=3)

@@ -119,21 +119,22 @@ def read_windows(config: Config, family: Family, num_layers: int, place: str) ->
         kinds = tuple(sliding if i >= windowed_from else full for i in range(num_layers))
     if not kinds:
         return ()
-    wrong = sorted({kind for kind in kinds[:num_layers] if kind not in (sliding, full)})
-    if wrong or len(kinds) < num_layers:
-        found = ", ".join(wrong) if wrong else f"{len(kinds)} of {num_layers} layers"
+    wrong = sorted({kind for kind in kinds if kind not in (sliding, full)})
+    if wrong or len(kinds) != num_layers:
+        found = ", ".join(wrong) if wrong else f"{len(kinds)} for {num_layers} layers"
         raise CheckpointError(f"{place}: layer_types has {found}; expected {sliding} or {full} for each")
-    if sliding in kinds[:num_layers] and window is None:
+    if sliding in kinds and window is None:
         raise CheckpointError(
             f"{place}: layers are of {sliding}, but there is no sliding_window; expected one"
         )
-    windows = tuple((window or 0) if kind == sliding else 0 for kind in kinds[:num_layers])
+    windows = tuple((window or 0) if kind == sliding else 0 for kind in kinds)
     return windows if any(windows) else ()
 
 
 def check_full_attention(config: Config, num_layers: int, place: str) -> None:
     """Raises CheckpointError when a layer of a head attends through a sliding window."""
-    windows = read_windows(config, LLAMA, num_layers, place)
+    kinds = texts(config, "layer_types", place)[:num_layers]  # its trainer may have left its target's
+    windows = read_windows({**config, "layer_types": list(kinds)}, LLAMA, num_layers, place)
     if windows:
         raise CheckpointError(
             f"{place} asks for sliding_attention (window {max(windows)}); expected full attention only"
@@ -270,6 +271,10 @@ def read_target_config(config: Config, generation: Config, place: str) -> Target
         keys, place, default_theta=family.default_rope_theta, default_eps=family.default_rms_norm_eps
     )
     limit = number(keys, "swiglu_limit", place, 7.0) if family.experts == "gpt_oss" else None
+    if family.experts == "gpt_oss" and not boolean(keys, "attention_bias", place, True):
+        raise CheckpointError(
+            f"{place}: attention_bias is false; expected true, gpt-oss's q, k, v and o have biases"
+        )
     eos = [
         *token_ids(generation, "eos_token_id", place),
         *token_ids(keys, "eos_token_id", place),

@@ -16,7 +16,7 @@ from peagle_jax.checkpoint.folder import read_json
 from peagle_jax.checkpoint.head import load_head
 from peagle_jax.checkpoint.layouts import Layout, write_head
 from peagle_jax.checkpoint.stored_head import StoredHead, read_stored_head
-from peagle_jax.checkpoint.target_store import TargetFacts
+from peagle_jax.checkpoint.target_store import EMBEDDED, TargetFacts
 from peagle_jax.checkpoint.weights import open_weights
 from peagle_jax.config import DrafterConfig
 from peagle_jax.drafter.head import DrafterParams, draft_logits, fuse, run_head
@@ -81,7 +81,7 @@ def _with_target(head: StoredHead, layout: Layout, target: TargetFacts) -> Store
                 )
             tensors[HEAD_NAMES[field]] = table.astype(head.dtype)
     verifier = head.about.verifier or {
-        "name_or_path": target.ref,
+        "name_or_path": None if target.ref == EMBEDDED else target.ref,  # no other loader knows that name
         "architectures": list(target.architectures),
     }
     return dataclasses.replace(

@@ -8,13 +8,11 @@ import jax
 import numpy as np
 
 from peagle_jax.checkpoint.errors import CheckpointError
+from peagle_jax.checkpoint.quantization import check_scales
 from peagle_jax.checkpoint.tensors import Reader, ReadExperts, Shape
 from peagle_jax.config import BlockConfig
 from peagle_jax.layers.moe import Experts
 from peagle_jax.layers.mxfp4 import BLOCK, Mxfp4
-
-NOT_A_SCALE = 255
-"""The E8M0 code of NaN."""
 
 
 def read_each(reader: Reader, block: BlockConfig, layer: int, dtype: np.dtype) -> Experts:
@@ -32,14 +30,15 @@ def read_each(reader: Reader, block: BlockConfig, layer: int, dtype: np.dtype) -
 
 
 def read_gguf(reader: Reader, block: BlockConfig, layer: int, dtype: np.dtype) -> Experts:
-    """GGUF's ``ffn_gate_exps`` and so on, a layer's experts in one tensor; biases where there are any."""
+    """GGUF's ``ffn_gate_exps`` and so on, a layer's experts in one tensor, which may stay packed; and
+    biases where there are any."""
     e, d, f = _count(block), block.hidden_size, block.intermediate_size
     shapes = {"gate": (e, f, d), "up": (e, f, d), "down": (e, d, f)}
 
     def name(part: str, kind: str) -> str:
         return f"blk.{layer}.ffn_{part}_exps.{kind}"
 
-    weights = [reader.take(name(part, "weight"), shape, dtype) for part, shape in shapes.items()]
+    weights = [reader.as_packed(name(part, "weight"), shape, dtype) for part, shape in shapes.items()]
     if not reader.has(name("gate", "bias")):
         return Experts(*weights)
     return Experts(
@@ -60,8 +59,8 @@ def read_gpt_oss(reader: Reader, block: BlockConfig, layer: int, dtype: np.dtype
     both: Any
     down: Any
     if reader.has(f"{prefix}.gate_up_proj_blocks"):
-        both = _packed(reader, f"{prefix}.gate_up_proj", (e, 2 * f, d))
-        down = _packed(reader, f"{prefix}.down_proj", (e, d, f))
+        both = _packed(reader, f"{prefix}.gate_up_proj", (e, 2 * f, d), dtype)
+        down = _packed(reader, f"{prefix}.down_proj", (e, d, f), dtype)
     else:  # stored (in, out)
         both = reader.take(f"{prefix}.gate_up_proj", (e, d, 2 * f), dtype).swapaxes(1, 2)
         down = np.ascontiguousarray(reader.take(f"{prefix}.down_proj", (e, f, d), dtype).swapaxes(1, 2))
@@ -78,7 +77,7 @@ def _count(block: BlockConfig) -> int:
     return block.moe.num_experts
 
 
-def _packed(reader: Reader, name: str, shape: tuple[int, int, int]) -> Mxfp4:
+def _packed(reader: Reader, name: str, shape: tuple[int, int, int], dtype: np.dtype) -> Mxfp4:
     """Blocks (E, out, in/32, 16) and scales (E, out, in/32)."""
     count, out, width = shape
     place = reader.source.place
@@ -91,9 +90,8 @@ def _packed(reader: Reader, name: str, shape: tuple[int, int, int]) -> Mxfp4:
     for part, array in (("blocks", blocks), ("scales", scales)):
         if array.dtype != np.uint8:
             raise CheckpointError(f"{place}: tensor {name}_{part} is {array.dtype}; expected uint8")
-    if (scales == NOT_A_SCALE).any():
-        raise CheckpointError(f"{place}: tensor {name}_scales holds NaN ({NOT_A_SCALE}); the file is damaged")
-    return Mxfp4(np.array(blocks.reshape(count, out, width // 2)), np.array(scales))
+    check_scales(f"{name}_scales", scales, place)
+    return Mxfp4(np.array(blocks.reshape(count, out, width // 2)), np.array(scales), dtype)
 
 
 EXPERTS: dict[str | None, ReadExperts] = {"each": read_each, "gpt_oss": read_gpt_oss}

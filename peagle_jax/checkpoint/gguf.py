@@ -20,7 +20,7 @@ from peagle_jax.checkpoint.placing import Places
 from peagle_jax.checkpoint.quantization import block_weight
 from peagle_jax.checkpoint.tensors import Reader, Shape, gguf_name, read_target
 from peagle_jax.config import BlockConfig, ConfigError, MoeConfig, RopeConfig, TargetConfig
-from peagle_jax.layers.quantized import BlockWeight
+from peagle_jax.layers.quantized import QuantizedWeight
 from peagle_jax.layers.rope import inverse_frequencies
 from peagle_jax.models import registry
 from peagle_jax.models.family import MODEL_NAMES, Family
@@ -93,7 +93,7 @@ class GGUFFile:
         values = self._data.read(name)
         return self._half_split(name, values) if self.family.gguf_permutes_qk else values
 
-    def packed(self, name: str, dtype: np.dtype) -> BlockWeight | None:
+    def packed(self, name: str, dtype: np.dtype) -> QuantizedWeight | None:
         """The tensor in the file's own blocks; None for a type that is not kept so."""
         data, kind = self._data.blocks(name)
         weight = block_weight(data, kind, self.shape(name), dtype)

@@ -46,7 +46,7 @@ class HeadLoader(HeadReader):
         cfg = outline.config(self.place)
         shapes = self.shapes(outline)
         ids = self.target_ids(outline, kind)
-        self.places = Places(mesh, cfg, split)
+        self.places = Places(mesh, cfg, split, self.target)
 
         def take(field: str) -> jax.Array | None:
             name = HEAD_NAMES[field]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,9 @@ def load_folder(
     stacked: bool = False,
     mesh: Mesh | None = None,
     quantization: str | None = None,
+    places_of: Callable[[Mesh | None, TargetConfig], Places] = Places,
 ) -> tuple[TargetConfig, TargetParams]:
-    """Config and weights of a target, on a decoding ``mesh`` or on the first device.
+    """Config and weights of a target, on a ``mesh`` or the first device, or as ``places_of`` has it.
 
     An output table that differs from the embedding is kept even if the config ties them.
 
@@ -56,7 +58,7 @@ def load_folder(
         cfg = _settle_tie(cfg, reader)
     family, keys = family_of(raw, place), text_config(raw, place)
     fields = family.layer_fields({flag: boolean(keys, flag, place) for flag, _ in family.by_flag})
-    places, name_of = Places(mesh, cfg), partial(hf_name, family=family)
+    places, name_of = places_of(mesh, cfg), partial(hf_name, family=family)
     experts = EXPERTS.get(family.experts)
     params = read_target(reader, cfg, fields, name_of, dtype, stacked, places, experts)
     reader.finish(ignore=lambda name: name.endswith("rotary_emb.inv_freq"))

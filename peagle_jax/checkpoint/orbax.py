@@ -57,19 +57,25 @@ def save_arrays(into: Path, arrays: Mapping[str, np.ndarray | jax.Array]) -> Non
 
 @contextlib.contextmanager
 def _interrupts_wait() -> Iterator[None]:
-    """Ctrl-C takes effect at the end of the block: Orbax's threads go on writing whatever becomes of the
-    caller, and would leave a part of it behind."""
+    """Ctrl-C and SIGTERM take effect at the end of the block: Orbax's threads go on writing whatever becomes
+    of the caller, and would leave a part of it behind."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     caught: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: caught.append(number))
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    mine = {
+        number: handler for number, handler in before.items() if handler is not None
+    }  # None: not Python's
+    for number in mine:
+        signal.signal(number, lambda number, frame: caught.append(number))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
-    if caught:
-        raise KeyboardInterrupt
+        for number, handler in mine.items():
+            signal.signal(number, handler)
+    for number in caught[:1]:
+        signal.raise_signal(number)
 
 
 def read_shapes(folder: Path) -> dict[str, tuple[Shape, np.dtype]]:

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from peagle_jax.config import DrafterConfig, TargetConfig
 from peagle_jax.parallel.rules import weight_shardings
-from peagle_jax.parallel.tensor import check_split, kv_copies, spread, with_copies
+from peagle_jax.parallel.tensor import check_split, check_units, kv_copies, spread, with_copies
 
 
 class Places:
@@ -24,17 +24,24 @@ class Places:
         mesh: a decoding mesh; None is the first device.
         cfg: as the checkpoint has it; ``config`` is that of the weights as they are placed (``spread``).
         split: over the tensor axis; if false every device has all.
+        target: a head's, as it is placed.
 
     Raises:
-        ConfigError: a dimension does not divide.
+        ConfigError: a dimension does not divide, or (when it is put) the groups of a quantised weight.
     """
 
-    def __init__(self, mesh: Mesh | None, cfg: TargetConfig | DrafterConfig, split: bool = True) -> None:
-        self._mesh, self._split, self._block = mesh, split, cfg.block
-        tensor = mesh.shape["tensor"] if mesh is not None and split else 1
-        check_split(cfg, tensor)
-        self._copies = kv_copies(cfg.block, tensor)
-        self.config: Any = spread(cfg, tensor)
+    def __init__(
+        self,
+        mesh: Mesh | None,
+        cfg: TargetConfig | DrafterConfig,
+        split: bool = True,
+        target: TargetConfig | None = None,
+    ) -> None:
+        self._mesh, self._split, self._cfg = mesh, split, cfg
+        self._tensor = mesh.shape["tensor"] if mesh is not None and split else 1
+        check_split(cfg, self._tensor, target)
+        self._copies = kv_copies(cfg.block, self._tensor)
+        self.config: Any = spread(cfg, self._tensor)
 
     def _sharding(self, field: str, x: Any) -> Any:
         """Of ``field``, an array or a tree of them."""
@@ -45,7 +52,9 @@ class Places:
         return jax.tree.map(lambda _: whole, x)
 
     def _copied(self, field: str, array: Any) -> Any:
-        return jax.tree.map(lambda x: with_copies(field, x, self._block, self._copies), array)
+        if self._tensor > 1:
+            check_units(self._cfg, {field: array}, self._tensor)
+        return jax.tree.map(lambda x: with_copies(field, x, self._cfg.block, self._copies), array)
 
     def put(self, field: str, array: Any) -> Any:
         """A weight (NumPy) on its devices."""
@@ -70,6 +79,16 @@ class Places:
         if self._mesh is None:
             return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
         return jax.tree.map(_zeros, shapes, self._sharding(field, shapes))
+
+
+class Nowhere(Places):
+    """Weights are let go: what reading a model checks is checked, and nothing kept."""
+
+    def put(self, field: str, array: Any) -> Any:
+        return None
+
+    def fill(self, stack: Any, field: str, array: Any, index: int, count: int) -> Any:
+        return None
 
 
 def _put(array: np.ndarray, where: NamedSharding) -> jax.Array:

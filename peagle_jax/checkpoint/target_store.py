@@ -17,7 +17,8 @@ from peagle_jax.checkpoint.config_writer import block_json
 from peagle_jax.checkpoint.errors import CheckpointError
 from peagle_jax.checkpoint.folder import WEIGHTS, locate_target, read_json, replace_folder
 from peagle_jax.checkpoint.gguf_tokenizer import build_tokenizer
-from peagle_jax.checkpoint.huggingface import read_generation
+from peagle_jax.checkpoint.huggingface import load_folder, read_generation
+from peagle_jax.checkpoint.placing import Nowhere
 from peagle_jax.checkpoint.tensors import Reader, gguf_name, hf_name
 from peagle_jax.checkpoint.weights import open_weights
 from peagle_jax.config import TargetConfig
@@ -127,7 +128,7 @@ def store_target(ref: str, folder: Path, revision: str | None = None) -> dict[st
     A folder's tensors keep their dtypes; a GGUF file's are decoded to float32, as they are when it loads.
 
     Raises:
-        CheckpointError: there is no such target, it is not supported, or the disk refuses.
+        CheckpointError: there is no such target, it is not supported, or would not load; or the disk refuses.
     """
     from peagle_jax.checkpoint.orbax import save_arrays  # importing Orbax takes a second
 
@@ -150,10 +151,9 @@ def store_target(ref: str, folder: Path, revision: str | None = None) -> dict[st
 
 
 def _from_folder(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    config = read_json(folder / "config.json")
-    read_target_config(config, read_generation(folder), str(folder / "config.json"))
+    load_folder(folder, jnp.bfloat16, places_of=Nowhere)  # refuses what would not load later
     source = open_weights(folder)
-    return {name: source.read(name) for name in source.names()}, config
+    return {name: source.read(name) for name in source.names()}, read_json(folder / "config.json")
 
 
 def _from_gguf(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:

@@ -12,10 +12,17 @@ from jax.typing import DTypeLike
 
 from peagle_jax.checkpoint.errors import CheckpointError
 from peagle_jax.checkpoint.placing import Places
-from peagle_jax.checkpoint.quantization import MATRICES, VOCABULARY, PackedSource, quantized
+from peagle_jax.checkpoint.quantization import (
+    MATRICES,
+    VOCABULARY,
+    PackedSource,
+    check_scales,
+    quantized,
+)
 from peagle_jax.config import BlockConfig, TargetConfig
 from peagle_jax.layers.block import BlockParams
 from peagle_jax.layers.moe import Experts
+from peagle_jax.layers.mxfp4 import Mxfp4
 from peagle_jax.models.family import MLP_FIELDS, MODEL_NAMES, Family
 from peagle_jax.models.llama import LLAMA
 from peagle_jax.models.stack import TargetParams
@@ -114,17 +121,30 @@ class Reader:
         kind, place = self.quantization, self.source.place
         if kind is None or field not in MATRICES:
             return self.take(name, shape, dtype)
-        if kind != "gguf":
-            array = self.take(name, shape, np.dtype(np.float32))
-            return quantized(kind, field, array, dtype, f"{place}: tensor {name}")
+        if kind == "gguf":
+            return self.as_packed(name, shape, dtype)
+        array = self.take(name, shape, np.dtype(np.float32))
+        return quantized(kind, field, array, dtype, f"{place}: tensor {name}")
+
+    def as_packed(self, name: str, shape: Shape, dtype: np.dtype) -> Any:
+        """With quantization gguf the tensor as the file has it, where that is a form of ours; else ``take``.
+
+        Raises:
+            CheckpointError: as ``take``; the source is no GGUF file.
+        """
+        place = self.source.place
+        if self.quantization != "gguf":
+            return self.take(name, shape, dtype)
         if not isinstance(self.source, PackedSource):
             raise CheckpointError(f"{place} is no GGUF file; expected quantization int8 or int4, or none")
         self._check(name, shape)
         packed = self.source.packed(name, dtype)
         if packed is None:
             return self.take(name, shape, dtype)
-        for part in (packed.scale, packed.minimum):
-            if part is not None:
+        if isinstance(packed, Mxfp4):
+            check_scales(name, packed.scales, place)
+        for part in jax.tree.leaves(packed):
+            if part.dtype.kind == "f":
                 self._check_finite(name, part)
         return packed
 
@@ -234,8 +254,9 @@ def read_target(
 
         def fill(at: int, field: str, array: Any) -> Any:
             if field in filled and not _alike(filled[field], array):
+                name = "experts" if field == "experts" else name_of(field, indices[at])
                 raise CheckpointError(
-                    f"{reader.source.place}: {name_of(field, indices[at])} is of another type than in the "
+                    f"{reader.source.place}: {name} of layer {indices[at]} is of another type than in the "
                     "layers before it, which are stacked; leave out quantization gguf, or ask for int8"
                 )
             return places.fill(filled.get(field), field, array, at, len(indices))

@@ -83,7 +83,7 @@ def run_head(
 
 def draft_logits(p: DrafterParams, cfg: DrafterConfig, hidden: Array) -> Float[Array, "... vd"]:
     """Logits over the draft vocabulary, float32, from pre-norm hidden states."""
-    return product(rms_norm(hidden, p.final_norm, cfg.block.rms_norm_eps), p.lm_head)
+    return product(rms_norm(hidden, p.final_norm, cfg.block.rms_norm_eps), p.lm_head, "lm_head")
 
 
 def forward_cached(

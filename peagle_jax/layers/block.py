@@ -13,7 +13,6 @@ from jaxtyping import Array, Float
 from peagle_jax.config import BlockConfig
 from peagle_jax.layers.linear import product
 from peagle_jax.layers.moe import Experts, LayerOf, mixture
-from peagle_jax.layers.mxfp4 import Mxfp4, dequantize
 from peagle_jax.layers.norm import rms_norm
 from peagle_jax.layers.rope import apply_rope
 from peagle_jax.parallel.rules import joined
@@ -58,8 +57,8 @@ class BlockParams:
     sinks: Array | None = None  # (N,), a logit beside each query head's scores (gpt-oss)
 
 
-def _affine(x: Array, w: Array, b: Array | None) -> Array:
-    y = product(x, w)
+def _affine(x: Array, p: BlockParams | Experts, field: str, bias: str) -> Array:
+    y, b = product(x, getattr(p, field), field), getattr(p, bias)
     return y if b is None else y + b
 
 
@@ -67,9 +66,9 @@ def project_qkv(
     p: BlockParams, cfg: BlockConfig, x: Float[Array, "... t i"], tables: tuple[Array, Array]
 ) -> tuple[Array, Array, Array]:
     """Rotated q (..., T, N, H) and k, and v (..., T, G, H), from the normed input."""
-    q = _affine(x, p.wq, p.bq).reshape(*x.shape[:-1], cfg.num_heads, cfg.head_dim)
-    k = _affine(x, p.wk, p.bk).reshape(*x.shape[:-1], cfg.num_kv_heads, cfg.head_dim)
-    v = _affine(x, p.wv, p.bv).reshape(*x.shape[:-1], cfg.num_kv_heads, cfg.head_dim)
+    q = _affine(x, p, "wq", "bq").reshape(*x.shape[:-1], cfg.num_heads, cfg.head_dim)
+    k = _affine(x, p, "wk", "bk").reshape(*x.shape[:-1], cfg.num_kv_heads, cfg.head_dim)
+    v = _affine(x, p, "wv", "bv").reshape(*x.shape[:-1], cfg.num_kv_heads, cfg.head_dim)
     if p.q_norm is not None and p.k_norm is not None:
         q = rms_norm(q, p.q_norm, cfg.rms_norm_eps)
         k = rms_norm(k, p.k_norm, cfg.rms_norm_eps)
@@ -88,16 +87,12 @@ def mlp(p: BlockParams, cfg: BlockConfig, h: Float[Array, "... d"]) -> Float[Arr
     """SwiGLU of the normed residual stream, or the mixture of experts of a block that has one."""
     x, limit = rms_norm(h, p.mlp_norm, cfg.rms_norm_eps), cfg.swiglu_limit
     if cfg.moe is None:
-        gated = _swiglu(_affine(x, p.w_gate, p.b_gate), _affine(x, p.w_up, p.b_up), limit)
-        return _affine(gated, p.w_down, p.b_down)
+        gated = _swiglu(_affine(x, p, "w_gate", "b_gate"), _affine(x, p, "w_up", "b_up"), limit)
+        return _affine(gated, p, "w_down", "b_down")
 
     def expert(one: Experts, rows: Array) -> Array:
-        gate, up, down = (
-            dequantize(w).astype(p.wo.dtype) if isinstance(w, Mxfp4) else w
-            for w in (one.gate, one.up, one.down)
-        )
-        gated = _swiglu(_affine(rows, gate, one.gate_bias), _affine(rows, up, one.up_bias), limit)
-        return _affine(gated, down, one.down_bias)
+        both = (_affine(rows, one, part, f"{part}_bias") for part in ("gate", "up"))
+        return _affine(_swiglu(*both, limit), one, "down", "down_bias")
 
     assert p.experts is not None
     rows = x.reshape(-1, x.shape[-1])
@@ -125,5 +120,5 @@ def run_block(
     if x is None:
         x = rms_norm(residual, p.attn_norm, cfg.rms_norm_eps)
     q, k, v = project_qkv(p, cfg, x, tables)
-    h = joined(residual + _affine(attend(q, k, v), p.wo, p.bo))
+    h = joined(residual + _affine(attend(q, k, v), p, "wo", "bo"))
     return joined(h + mlp(p, cfg, h)), (k, v)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, UInt8
+
+from peagle_jax.layers.quantized import QuantizedWeight
 
 BLOCK = 32
 """Values that share a scale."""
@@ -15,11 +19,16 @@ BIAS = 127
 
 
 @struct.dataclass
-class Mxfp4:
+class Mxfp4(QuantizedWeight):
     """A weight (..., out, in) as packed. The low half of a byte is the earlier value."""
 
-    values: Array  # uint8 (..., out, in/2), two E2M1 values each
-    scales: Array  # uint8 (..., out, in/32)
+    values: Any  # uint8 (..., out, in/2), two E2M1 values each
+    scales: Any  # uint8 (..., out, in/32)
+    dtype: Any = struct.field(pytree_node=False)
+
+    @property
+    def unit(self) -> int:
+        return BLOCK
 
     @property
     def shape(self) -> tuple[int, ...]:

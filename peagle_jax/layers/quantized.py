@@ -3,7 +3,8 @@
 ``Int8Weight`` and ``Int4Weight`` are whole numbers by a float32 scale of each output channel, ``Fp8Weight``
 eight-bit floats by such a scale, for hardware that widens them by itself. ``BlockWeight``
 is what a GGUF file holds, value for value. Each stands where an array (out, in) would, and every array in it
-has the weight's own axes, so that stacks of layers, shardings and copies need not know of it.
+has the weight's own axes, so that stacks of layers, shardings and copies need not know of it; a device's part
+of each of them is a weight again, where its inputs are whole ``units``.
 
 These are own formats because a round must give a row the same bits whatever its width. On two cores with
 AVX-512, eight rows through eight layers' products of SmolLM2 and its table took 12 ms in int8 and 15 in int4,
@@ -28,6 +29,9 @@ from peagle_jax.layers.apart import computed_apart
 GROUP = 32
 """Inputs that share a step in an Int4Weight, and a scale in a BlockWeight (as in GGUF)."""
 
+PAIR = 2 * GROUP
+"""Inputs whose four-bit values share bytes."""
+
 MOST_STEPS = 15
 """Largest step of a group in units of its channel's scale: eight of them stay within an int8."""
 
@@ -51,6 +55,11 @@ class QuantizedWeight:
 
     values: Any
     dtype: Any
+
+    @property
+    def unit(self) -> int:
+        """Inputs that stay together where the weight is split over devices."""
+        return 1
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -88,14 +97,19 @@ class Fp8Weight(QuantizedWeight):
 class Int4Weight(QuantizedWeight):
     """values * steps * scale: a whole number of -120 to 120 by the channel's scale.
 
-    A byte holds column j in its low bits and column d/2 + j in its high ones: the two halves of a row are
-    unpacked apart, each for a product of its own, since putting them together costs as much as a product.
+    A byte holds a column of an even group in its low bits, and that of the next group in its high ones. Even
+    and odd groups are unpacked apart, each for a product of their own, since putting them together costs as
+    much as a product.
     """
 
     values: Any  # int8 (..., f, d/2), two signed values each
     steps: Any  # int8 (..., f, d/GROUP), 1 to MOST_STEPS
     scale: Any  # float32 (..., f, 1)
     dtype: Any = struct.field(pytree_node=False)
+
+    @property
+    def unit(self) -> int:
+        return PAIR
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -115,6 +129,10 @@ class BlockWeight(QuantizedWeight):
     dtype: Any = struct.field(pytree_node=False)
 
     @property
+    def unit(self) -> int:
+        return PAIR if self.is_packed else GROUP
+
+    @property
     def shape(self) -> tuple[int, ...]:
         return (*self.values.shape[:-1], GROUP * self.scale.shape[-1])
 
@@ -132,8 +150,8 @@ def quantize(w: Float[Array, "... f d"], kind: str, dtype: Any = jnp.float32) ->
     """
     if kind not in _MADE:
         raise ValueError(f"unknown quantisation {kind[:60]!r}; expected one of {', '.join(_MADE)}")
-    if kind == "int4" and w.shape[-1] % (2 * GROUP):
-        raise ValueError(f"int4 needs inputs in multiples of {2 * GROUP}, found {w.shape[-1]}; ask for int8")
+    if kind == "int4" and w.shape[-1] % PAIR:
+        raise ValueError(f"int4 needs inputs in multiples of {PAIR}, found {w.shape[-1]}; ask for int8")
     return _MADE[kind](jnp.asarray(w, jnp.float32), jnp.dtype(dtype))
 
 
@@ -187,13 +205,27 @@ def _not_zero(scale: Array) -> Array:
 
 def pack(values: Any) -> Any:
     """Two four-bit values a byte, as ``Int4Weight`` has them: (..., d) to (..., d/2)."""
-    half = values.shape[-1] // 2
-    return (values[..., :half] & 15) | (values[..., half:] << 4)
+    even, odd = _by_parity(values)
+    return (even & 15) | (odd << 4)
+
+
+def _by_parity(x: Any) -> tuple[Any, Any]:
+    """The columns of even groups and those of odd ones."""
+    pairs = x.reshape(*x.shape[:-1], -1, 2, GROUP)
+    return tuple(pairs[..., i, :].reshape(*x.shape[:-1], -1) for i in range(2))
 
 
 def _unpacked(values: Array) -> tuple[Array, Array]:
-    """The low and the high halves; with their sign where the bytes have one."""
+    """The even groups and the odd ones; with their sign where the bytes have one."""
     return (values << 4) >> 4, values >> 4
+
+
+def _together(parts: tuple[Array, ...]) -> Array:
+    """Inverse of ``_by_parity``; a single part is all groups."""
+    if len(parts) == 1:
+        return parts[0]
+    groups = [x.reshape(*x.shape[:-1], -1, GROUP) for x in parts]
+    return jnp.stack(groups, -2).reshape(*parts[0].shape[:-1], -1)
 
 
 def _by_group(values: Array, factors: Array, offsets: Array | None = None) -> Array:
@@ -205,11 +237,20 @@ def _by_group(values: Array, factors: Array, offsets: Array | None = None) -> Ar
 
 
 def _whole_numbers(w: Int8Weight | Int4Weight) -> tuple[Array, ...]:
-    """The weight without its channels' scales, int8, in parts of equal width."""
+    """The weight without its channels' scales, int8: whole, or where it is packed its even and odd groups."""
     if isinstance(w, Int8Weight):
         return (w.values,)
-    halves = zip(_unpacked(w.values), jnp.split(w.steps, 2, axis=-1), strict=True)
-    return tuple(_by_group(values, steps) for values, steps in halves)
+    parts = zip(_unpacked(w.values), (w.steps[..., 0::2], w.steps[..., 1::2]), strict=True)
+    return tuple(_by_group(values, steps) for values, steps in parts)
+
+
+def _floats(w: BlockWeight) -> tuple[Array, ...]:
+    """The weight in float32, in such parts."""
+    arrays = [(w.values, w.scale, w.minimum)]
+    if w.is_packed:
+        of = [(None, None) if x is None else (x[..., 0::2], x[..., 1::2]) for x in (w.scale, w.minimum)]
+        arrays = list(zip(_unpacked(w.values), *of, strict=True))
+    return tuple(_by_group(*jax.tree.map(lambda x: x.astype(jnp.float32), part)) for part in arrays)
 
 
 def dequantize(w: QuantizedWeight) -> Float[Array, "... f d"]:
@@ -217,11 +258,9 @@ def dequantize(w: QuantizedWeight) -> Float[Array, "... f d"]:
     if isinstance(w, Fp8Weight):
         return w.values.astype(jnp.float32) * w.scale
     if isinstance(w, Int8Weight | Int4Weight):
-        return jnp.concatenate(_whole_numbers(w), -1).astype(jnp.float32) * w.scale
+        return _together(_whole_numbers(w)).astype(jnp.float32) * w.scale
     assert isinstance(w, BlockWeight)
-    values = jnp.concatenate(_unpacked(w.values), -1) if w.is_packed else w.values
-    minimum = None if w.minimum is None else w.minimum.astype(jnp.float32)
-    return _by_group(values.astype(jnp.float32), w.scale.astype(jnp.float32), minimum)
+    return _together(_floats(w))
 
 
 def rows_of(w: QuantizedWeight, ids: Int[Array, "..."]) -> Float[Array, "... d"]:
@@ -237,8 +276,11 @@ def _gathered(a: Array, ids: Array) -> Array:
     return jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(a, jnp.uint16)[ids], jnp.float16)
 
 
-def multiply(x: Float[Array, "rows d"], w: QuantizedWeight, dense: Dense) -> Float[Array, "rows f"]:
-    """x times the weight, float32. ``dense`` multiplies floats of ``w.dtype``.
+def multiply(
+    x: Float[Array, "rows d"], w: QuantizedWeight, dense: Dense, axis: str | None = None
+) -> Float[Array, "rows f"]:
+    """x times the weight, float32. ``dense`` multiplies floats of ``w.dtype``. Inputs may be a device's part
+    of those that are split over a mesh's ``axis``; the parts' products are to be summed.
 
     A CPU multiplies whole numbers: a row of x is rounded to a 32,000th of its largest value, and since
     sums of whole numbers are exact, a row's bits depend on nothing else. Elsewhere the compiler widens a
@@ -246,24 +288,23 @@ def multiply(x: Float[Array, "rows d"], w: QuantizedWeight, dense: Dense) -> Flo
     """
     on = jax.lax.platform_dependent
     if isinstance(w, BlockWeight):
-        return on(
-            x,
-            w,
-            cpu=lambda x, w: _by_tiles(x, w, dense),
-            default=lambda x, w: dense(x, dequantize(w).astype(w.dtype)),
-        )
+        return on(x, w, cpu=partial(_by_tiles, dense=dense), default=partial(_widened, dense=dense))
     if isinstance(w, Fp8Weight):  # bfloat16 holds every one of them
         return dense(x, w.values.astype(w.dtype)) * w.scale[:, 0]
     assert isinstance(w, Int8Weight | Int4Weight)
-    return on(x, w, cpu=_of_whole_numbers, default=lambda x, w: _widened(x, w, dense)) * w.scale[:, 0]
+    whole = partial(_of_whole_numbers, axis=axis)
+    return on(x, w, cpu=whole, default=partial(_widened, dense=dense)) * w.scale[:, 0]
 
 
-def _halves(x: Array, parts: tuple[Array, ...]) -> list[tuple[Array, Array]]:
-    return list(zip(jnp.split(x, len(parts), axis=-1), parts, strict=True))
+def _beside(x: Array, parts: tuple[Array, ...]) -> list[tuple[Array, Array]]:
+    """The columns of x that meet each of the weight's parts."""
+    return list(zip((x,) if len(parts) == 1 else _by_parity(x), parts, strict=True))
 
 
-def _of_whole_numbers(x: Array, w: Int8Weight | Int4Weight) -> Array:
-    scale = _power_of_two(jnp.abs(x).max(-1, keepdims=True))
+def _of_whole_numbers(x: Array, w: Int8Weight | Int4Weight, axis: str | None) -> Array:
+    largest = jnp.abs(x).max(-1, keepdims=True)
+    # Rounded as the whole row is: devices give the bits of one, up to the order of their sum.
+    scale = _power_of_two(largest if axis is None else jax.lax.pmax(largest, axis))
     whole = jnp.round(x / scale).astype(jnp.int32)
     high = (whole + _LIMB // 2) >> _LIMB_BITS
     # Both limbs as rows of one product, so that the weight is read once.
@@ -272,7 +313,7 @@ def _of_whole_numbers(x: Array, w: Int8Weight | Int4Weight) -> Array:
     dims = (((1,), (1,)), ((), ()))
     sums = sum(
         jax.lax.dot_general(part, values, dims, preferred_element_type=jnp.int32)
-        for part, values in _halves(limbs, parts)
+        for part, values in _beside(limbs, parts)
     )
     high, low = jnp.split(jnp.asarray(sums).astype(jnp.float32), 2)
     return (high * _LIMB + low) * scale
@@ -296,9 +337,9 @@ def _power_of_two(largest: Array) -> Array:
     return jnp.where(jnp.isfinite(largest), scale, jnp.nan)
 
 
-def _widened(x: Array, w: Int8Weight | Int4Weight, dense: Dense) -> Array:
-    parts = _halves(x, _whole_numbers(w))
-    return jnp.asarray(sum(dense(part, values.astype(w.dtype)) for part, values in parts))
+def _widened(x: Array, w: Int8Weight | Int4Weight | BlockWeight, dense: Dense) -> Array:
+    parts = _floats(w) if isinstance(w, BlockWeight) else _whole_numbers(w)
+    return jnp.asarray(sum(dense(part, values.astype(w.dtype)) for part, values in _beside(x, parts)))
 
 
 def _by_tiles(x: Array, w: BlockWeight, dense: Dense) -> Array:
@@ -310,7 +351,7 @@ def _by_tiles(x: Array, w: BlockWeight, dense: Dense) -> Array:
 
     def one(i: Array, out: Array) -> Array:
         rows = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, i * tile, tile), w)
-        found = dense(x, dequantize(rows).astype(w.dtype))
+        found = _widened(x, rows, dense)
         return jax.lax.dynamic_update_slice_in_dim(out, found, i * tile, 1)
 
     return jax.lax.fori_loop(0, f // tile, one, jnp.zeros((x.shape[0], f), jnp.float32))

@@ -29,7 +29,8 @@ class Int8Rows:
 
 
 def quantize_rows(x: Float[Array, "... h"], dtype: jnp.dtype) -> Int8Rows:
-    """The nearest rows. Each depends on its own values alone, whatever the step that computes it."""
+    """The nearest rows. Each depends on its own values alone, whatever the step that computes it. A last
+    bit of those may still decide a rounding, and no rule of rounding can help that."""
     largest = jnp.abs(x).max(-1, keepdims=True)
     # Single operations, which XLA does not join in one shape of step and leave apart in another.
     inverse = jnp.where(largest > 0, 127 / largest, 0)

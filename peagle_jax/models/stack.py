@@ -215,4 +215,4 @@ def final_hidden(params: TargetParams, cfg: TargetConfig, hidden: Array) -> Floa
 def logits(params: TargetParams, cfg: TargetConfig, hidden: Array) -> Float[Array, "... v"]:
     """Next-token logits (float32) of last-boundary states."""
     table = params.embed if params.lm_head is None else params.lm_head
-    return product(final_hidden(params, cfg, hidden), table)
+    return product(final_hidden(params, cfg, hidden), table, "lm_head")

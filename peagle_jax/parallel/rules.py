@@ -100,12 +100,12 @@ def field_of(path: tuple[Any, ...]) -> str:
     return next((name for name in reversed(names) if name in WEIGHTS), names[-1] if names else "")
 
 
-def _axis_names(path: tuple[Any, ...], ndim: int) -> tuple[str, ...]:
-    field = field_of(path)
+def _axis_names(field: str, ndim: int) -> tuple[str, ...]:
     if ndim and field not in WEIGHTS:
         raise MeshError(f"the rules name no axes for the weight {field!r}; add it to WEIGHTS")
     names = WEIGHTS[field] if ndim else ()
-    return ("layers", *names) if ndim > len(names) else names
+    # One expert's weight has no axis of experts.
+    return ("layers", *names) if ndim > len(names) else names[len(names) - ndim :]
 
 
 def weight_spec(path: tuple[Any, ...], shape: tuple[int, ...], sizes: Mapping[str, int]) -> PartitionSpec:
@@ -115,9 +115,14 @@ def weight_spec(path: tuple[Any, ...], shape: tuple[int, ...], sizes: Mapping[st
     Raises:
         MeshError: the rules do not know the weight, or none of its axes divides.
     """
+    return field_spec(field_of(path), shape, sizes)
+
+
+def field_spec(field: str, shape: tuple[int, ...], sizes: Mapping[str, int]) -> PartitionSpec:
+    """``weight_spec`` of a field."""
     if all(sizes.get(axis, 1) == 1 for axis in _SPLITTING):
         return PartitionSpec()
-    names = _axis_names(path, len(shape))
+    names = _axis_names(field, len(shape))
     at_all = [name for name in RULES if name in names and _parts(name, sizes) > 1]
     candidates = [name for name in at_all if shape[names.index(name)] > 1]
     for name in candidates:
@@ -128,7 +133,7 @@ def weight_spec(path: tuple[Any, ...], shape: tuple[int, ...], sizes: Mapping[st
     if candidates:
         axis = "the tensor parallel size" if sizes.get("tensor", 1) > 1 else "mesh.fsdp"
         raise MeshError(
-            f"{axis} {_parts(candidates[0], sizes)} divides no axis of {field_of(path)}, which is {shape}; "
+            f"{axis} {_parts(candidates[0], sizes)} divides no axis of {field}, which is {shape}; "
             "choose a divisor of one of them"
         )
     return PartitionSpec()
@@ -179,6 +184,30 @@ def by_part(f: Callable[..., Any], x: jax.Array, name: str) -> Any:
         axis_names={axis},
         check_vma=False,
     )(x)
+
+
+def splits_inputs(field: str, shape: tuple[int, ...], tensor: int) -> bool:
+    """Whether a weight (..., out, in) of a decoder's is split along its inputs."""
+    place = field_spec(field, shape, {"tensor": tensor})
+    return len(place) == len(shape) and place[-1] is not None
+
+
+def product_in_parts(f: Callable[..., jax.Array], x: jax.Array, w: Any, field: str) -> jax.Array:
+    """``f(x, w, axis)``, the product of x (rows, in) with a weight (out, in) that is a tree of arrays, by
+    each device of a replica with its part of the weight. Parts of the outputs are put together, those of
+    the inputs are summed; ``axis`` is the mesh axis that x is split over then, or None."""
+    if (tensor := _ambient_sizes().get("tensor", 1)) == 1:
+        return f(x, w, None)
+    inputs, whole = splits_inputs(field, w.shape, tensor), PartitionSpec()
+    parts, axis = PartitionSpec(None, "tensor"), "tensor" if inputs else None
+
+    def part(x: jax.Array, w: Any) -> jax.Array:
+        out = f(x, w, axis)
+        return jax.lax.psum(out, axis) if inputs else out
+
+    places = jax.tree.map(lambda leaf: field_spec(field, leaf.shape, {"tensor": tensor}), w)
+    specs = {"in_specs": (parts if inputs else whole, places), "out_specs": whole if inputs else parts}
+    return jax.shard_map(part, **specs, axis_names={"tensor"}, check_vma=False)(x, w)
 
 
 def split_over(name: str, size: int) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from peagle_jax.models.stack import TargetParams
 from peagle_jax.parallel.mesh import decoding_mesh
 from peagle_jax.parallel.replicate import AXIS, Backend, replicate
 from peagle_jax.parallel.rules import spec, weight_shardings
-from peagle_jax.parallel.tensor import check_split, spread, spread_weights
+from peagle_jax.parallel.tensor import check_split, check_units, spread, spread_weights
 from peagle_jax.speculative.cache import AXES
 from peagle_jax.speculative.state import DecodeState
 
@@ -80,9 +81,10 @@ class Placement:
         """
         (target, head), (target_params, head_params) = configs, params
         check_split(target, self.tensor)
+        check_units(target, target_params, self.tensor)
         target_params = spread_weights(target, target_params, self.tensor)
         if head is not None and self.split_head:
-            check_split(head, self.tensor)
+            check_split(head, self.tensor, target)
             head_params = spread_weights(head, head_params, self.tensor)
             head = spread(head, self.tensor)
         return (spread(target, self.tensor), head), (target_params, head_params)
@@ -118,8 +120,8 @@ class Placement:
             # Its own choice for a width that is no multiple of 128 puts columns together, and each step
             # would copy the table to read a few rows of it.
             rows = Layout(major_to_minor=(0, 1))
-            of_target = of_target.replace(embed=Format(rows, of_target.embed))
-            of_head = of_head and of_head.replace(embed=Format(rows, of_head.embed))
+            by_row = lambda tree: tree.replace(embed=jax.tree.map(partial(Format, rows), tree.embed))  # noqa: E731
+            of_target, of_head = by_row(of_target), of_head and by_row(of_head)
         return of_target, of_head
 
     def _put(self, x: Any, where: Any) -> jax.Array:

@@ -228,7 +228,9 @@ def test_a_mixture_that_is_not_supported_is_one_line(changes, said):
     [
         ({"layer_types": ["full_attention"] * 4 + ["sliding_attention"]}, "but there is no sliding_window"),
         ({"layer_types": ["linear_attention"] * 5}, "layer_types has linear_attention"),
-        ({"layer_types": ["full_attention"] * 4}, "layer_types has 4 of 5 layers"),
+        ({"layer_types": ["full_attention"] * 4}, "layer_types has 4 for 5 layers"),
+        ({"layer_types": ["full_attention"] * 6}, "layer_types has 6 for 5 layers"),
+        (OSS | {"attention_bias": False}, "attention_bias is false; expected true, gpt-oss's q, k, v and o"),
         ({"num_local_experts": 8}, "mixture of experts (num_local_experts 8)"),
         ({"quantization_config": {"quant_method": "gptq"}}, "the weights are quantised (gptq)"),
         ({"architectures": ["MambaForCausalLM"]}, "architecture 'MambaForCausalLM' is not supported"),
@@ -242,7 +244,7 @@ def test_a_mixture_that_is_not_supported_is_one_line(changes, said):
         ({"vocab_size": 0}, "vocab_size must be positive"),
         ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'; expected a list of token ids, or one"),
     ],
-    ids=range(15),
+    ids=range(17),
 )
 def test_what_is_not_supported_is_one_line(changes, said):
     assert said in fails(lambda: target(**changes))

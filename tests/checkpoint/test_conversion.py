@@ -18,7 +18,7 @@ from peagle_jax.checkpoint.errors import CheckpointError
 from peagle_jax.checkpoint.head import load_head
 from peagle_jax.checkpoint.layouts import LAYOUTS
 from peagle_jax.checkpoint.stored_head import read_stored_head
-from peagle_jax.checkpoint.target_store import read_target_facts
+from peagle_jax.checkpoint.target_store import EMBEDDED, read_target_facts
 from peagle_jax.checkpoint.weights import open_weights
 from peagle_jax.config import RopeConfig
 from peagle_jax.layers.rope import rope_tables
@@ -180,6 +180,9 @@ def test_a_target_is_asked_for_only_where_it_is_needed(tmp_path, target):
     np.testing.assert_array_equal(head.tensors["embed_tokens.weight"], target.table("embed"))
     verifier = json.loads((tmp_path / "s" / "config.json").read_text())["speculators_config"]["verifier"]
     assert verifier == {"name_or_path": target.ref, "architectures": ["LlamaForCausalLM"]}
+    ours = dataclasses.replace(target, ref=EMBEDDED)  # a name that no other loader knows
+    unnamed = convert_head(saved.folder, tmp_path / "u", "speculators", ours).about.verifier
+    assert unnamed == verifier | {"name_or_path": None}
 
     saved.edit(vocab_size=MISSING, peagle_jax=MISSING)
     assert convert_head(saved.folder, tmp_path / "t2d", "vllm").outline.vocab_size == 53  # the map's length

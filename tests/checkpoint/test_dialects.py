@@ -104,6 +104,11 @@ def test_a_qwen3_block_needs_its_norms(config, needed):
     assert read_facts(config, "config.json").needs_qk_norm is needed
 
 
+def test_layer_types_that_a_head_has_of_its_target_are_let_be():
+    kinds = ["full_attention"] * 9 + ["sliding_attention"]
+    assert read_facts({**PLAIN, "layer_types": kinds, "sliding_window": 8}, "config.json")
+
+
 @pytest.mark.parametrize(
     ("keys", "said"),
     [

@@ -128,7 +128,9 @@ def test_packed_experts_stay_packed_row_by_row(tmp_path):
     assert isinstance(up, Mxfp4)
     assert up.shape == (E, 32, 64)
     blocks, scales = tensors["gate_up_proj_blocks"][2, 5], tensors["gate_up_proj_scales"][2, 5]
-    one = Mxfp4(jnp.array(blocks.reshape(1, 32)), jnp.array(scales[None]))  # row 5 is the third of up's
+    one = Mxfp4(
+        jnp.array(blocks.reshape(1, 32)), jnp.array(scales[None]), up.dtype
+    )  # row 5 is the third of up's
     np.testing.assert_array_equal(dequantize(up)[2, 2], dequantize(one)[0])
 
 

@@ -16,7 +16,7 @@ from peagle_jax.models.stack import stack_layers
 from peagle_jax.parallel.mesh import decoding_mesh
 from peagle_jax.parallel.tensor import spread_weights
 from tests.checkpoint.files import target_json, target_tensors, write_folder
-from tests.tiny import TARGET, head_config, head_params, target_params
+from tests.tiny import TARGET, WIDE, head_config, head_params, target_params
 
 CONFIG = dataclasses.replace(TARGET, vocab_size=56, eos_token_ids=(55,))
 HEAD = head_config(
@@ -44,6 +44,26 @@ def test_a_target_is_read_in_parts_with_its_kv_heads_where_they_are_read(tmp_pat
     assert loaded.embed.addressable_shards[3].data.shape == (14, 12)
     with pytest.raises(ConfigError, match="size of 3 does not divide the model's num_attention_heads, 4"):
         load_folder(folder, mesh=decoding_mesh(jax.devices()[:3], 3))
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_a_quantised_target_is_read_in_parts(tmp_path, mesh, kind):
+    cfg = dataclasses.replace(WIDE, vocab_size=56, eos_token_ids=(55,))
+    cfg = dataclasses.replace(cfg, block=dataclasses.replace(cfg.block, head_dim=32, intermediate_size=512))
+    folder = write_folder(tmp_path, target_json(cfg), target_tensors(target_params(cfg)))
+    _, alone = load_folder(folder, stacked=True, quantization=kind)
+    _, loaded = load_folder(folder, stacked=True, quantization=kind, mesh=mesh)
+    jax.tree.map(np.testing.assert_array_equal, loaded, spread_weights(cfg, alone, 4))
+    assert loaded.layers.wk.scale.sharding.spec == PartitionSpec(None, "tensor", None)
+    assert loaded.layers.w_down.values.sharding.spec == PartitionSpec(None, None, "tensor")
+    assert loaded.lm_head.values.addressable_shards[3].data.shape == (14, 64)
+    odd = dataclasses.replace(cfg, block=dataclasses.replace(cfg.block, intermediate_size=96 * 4))
+    folder = write_folder(tmp_path / "odd", target_json(odd), target_tensors(target_params(odd)))
+    if kind == "int4":
+        with pytest.raises(ConfigError, match="the 6 groups of w_down, 64 of .* ask for 1 or 2, or"):
+            load_folder(folder, quantization=kind, mesh=mesh)
+    else:
+        load_folder(folder, quantization=kind, mesh=mesh)
 
 
 def test_a_host_holds_a_few_tensors_of_a_model_at_a_time(tmp_path, mesh):

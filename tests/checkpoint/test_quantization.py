@@ -11,10 +11,15 @@ import numpy as np
 import pytest
 
 from peagle_jax.checkpoint.errors import CheckpointError
+from peagle_jax.checkpoint.experts import read_gguf
 from peagle_jax.checkpoint.gguf import GGUFFile, load_params
 from peagle_jax.checkpoint.huggingface import load_folder
 from peagle_jax.checkpoint.model import load_target
-from peagle_jax.checkpoint.quantization import MATRICES
+from peagle_jax.checkpoint.quantization import MATRICES, block_weight
+from peagle_jax.checkpoint.tensors import Reader
+from peagle_jax.config import BlockConfig, MoeConfig, RopeConfig
+from peagle_jax.layers import mxfp4
+from peagle_jax.layers.linear import product
 from peagle_jax.layers.quantized import (
     BlockWeight,
     Int4Weight,
@@ -105,7 +110,9 @@ def test_a_stack_takes_no_layers_of_different_types(tmp_path):
     kinds = {"blk.1.ffn_up.weight": Q.Q8_0, "ffn_up.weight": Q.Q4_0}
     file = GGUFFile(write_gguf(tmp_path / "m.gguf", WIDE, PARAMS, GGUFOptions(kinds=kinds)))
     assert isinstance(load_params(file, WIDE, quantization="gguf").layers[1].w_up, BlockWeight)
-    with pytest.raises(CheckpointError, match=r"blk\.1\.ffn_up\.weight is of another type .* ask for int8"):
+    with pytest.raises(
+        CheckpointError, match=r"blk\.1\.ffn_up\.weight of layer 1 is of another type .* int8"
+    ):
         load_params(file, WIDE, stacked=True, quantization="gguf")
 
 
@@ -118,6 +125,51 @@ def test_damaged_scales_are_refused(tmp_path):
     path.write_bytes(data)
     with pytest.raises(CheckpointError, match=r"blk\.0\.ffn_up\.weight holds NaN or infinity"):
         load_params(GGUFFile(path), WIDE, quantization="gguf")
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "MXFP4"])
+def test_experts_of_a_gguf_file_stay_packed_too(kind):
+    w = np.random.default_rng(0).normal(size=(3, 5, 128)).astype(np.float32)
+    data = gguf.quants.quantize(w, Q[kind])
+    packed = block_weight(data.reshape(-1), kind, w.shape, jnp.dtype(jnp.float32))
+    widen = mxfp4.dequantize if kind == "MXFP4" else dequantize
+    np.testing.assert_array_equal(widen(packed).astype(jnp.float32), gguf.quants.dequantize(data, Q[kind]))
+    block = BlockConfig(128, 64, 4, 2, 6, 1e-5, RopeConfig(), MoeConfig(3, 2))
+    source = Packed({f"blk.2.ffn_{part}_exps.weight": (kind, shape) for part, shape in SHAPES.items()})
+    experts = read_gguf(Reader(source, "gguf"), block, 2, np.dtype(np.float32))
+    assert all(isinstance(w, QuantizedWeight) for w in (experts.gate, experts.up, experts.down))
+    assert experts.down.shape == (3, 128, 64)
+    layer = jax.tree.map(lambda x: jnp.asarray(x)[1], experts.up)
+    x = jnp.asarray(w[0, :2])
+    np.testing.assert_allclose(
+        product(x, layer), x @ widen(layer).astype(jnp.float32).T, rtol=1e-5, atol=1e-5
+    )
+
+
+SHAPES = {"gate": (3, 64, 128), "up": (3, 64, 128), "down": (3, 128, 64)}
+
+
+class Packed:
+    """Random tensors of a GGUF file that is none: (type, shape) by name."""
+
+    place = "model.gguf"
+
+    def __init__(self, kinds):
+        self.kinds = kinds
+
+    def names(self):
+        return self.kinds.keys()
+
+    def shape(self, name):
+        return self.kinds[name][1]
+
+    def read(self, name):
+        raise AssertionError("not packed")
+
+    def packed(self, name, dtype):
+        kind, shape = self.kinds[name]
+        w = np.random.default_rng(1).normal(size=shape).astype(np.float32)
+        return block_weight(gguf.quants.quantize(w, Q[kind]).reshape(-1), kind, shape, dtype)
 
 
 def test_what_cannot_be_quantised_is_one_line(tmp_path):

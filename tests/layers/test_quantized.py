@@ -68,10 +68,12 @@ def test_what_int8_can_hold_it_holds_exactly():
     np.testing.assert_allclose(dequantize(quantize(exact, "int8")), exact, rtol=1e-6)
 
 
-def test_a_packed_byte_has_a_column_of_each_half():
-    values = np.array([[1, -8, 7, -1]], np.int8)
-    assert pack(values).tolist() == [[0x71, -8]]  # 0xf8: -1 above, -8 below
-    assert pack(values.astype(np.uint8) & 15).tolist() == [[0x71, 0xF8]]
+def test_a_packed_byte_has_a_column_of_each_group_of_a_pair():
+    values = np.repeat(np.array([[1, 7, -8, -1]], np.int8), GROUP, 1)  # two pairs of groups
+    assert pack(values)[0, ::GROUP].tolist() == [0x71, -8]  # 0xf8: -1 above, -8 below
+    assert pack(values.astype(np.uint8) & 15)[0, ::GROUP].tolist() == [0x71, 0xF8]
+    halves = [pack(half) for half in np.split(values, 2, 1)]
+    np.testing.assert_array_equal(np.concatenate(halves, 1), pack(values))  # so a device's part is a weight
 
 
 @pytest.mark.parametrize(("bits", "minimum"), [(8, False), (4, False), (4, True)])

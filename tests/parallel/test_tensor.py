@@ -17,7 +17,7 @@ BLOCK = TARGET.block  # 4 query heads of width 6 over 2 kv heads
 @pytest.mark.parametrize(
     ("tensor", "changes", "words"),
     [
-        (3, {}, "does not divide the model's num_attention_heads, 4; ask for a divisor"),
+        (3, {}, "does not divide the model's num_attention_heads, 4; ask for 1$"),
         (2, {}, "does not divide the model's vocab_size, 53"),
         (8, {"block": dataclasses.replace(BLOCK, num_heads=8)}, "intermediate_size, 20"),
         (
@@ -37,11 +37,19 @@ def test_a_model_that_cannot_be_split_is_told_by_its_dimension(tensor, changes, 
 def test_a_head_that_cannot_be_split_may_stay_whole():
     block = dataclasses.replace(BLOCK, num_heads=6)
     cfg = head_config(vocab_size=56, draft_vocab=31, block=block)
-    with pytest.raises(
-        ConfigError, match=r"the head's draft_vocab_size, 31.*or a draft_tensor_parallel_size of 1"
-    ):
+    said = "the head's draft_vocab_size, 31; ask for 1, or for a draft_tensor_parallel_size of 1"
+    with pytest.raises(ConfigError, match=said):
         check_split(cfg, 2)
     check_split(head_config(vocab_size=56, draft_vocab=30, block=block), 2)
+
+
+def test_the_advice_names_sizes_that_both_models_can_have():
+    target = dataclasses.replace(TARGET, vocab_size=56, block=dataclasses.replace(BLOCK, num_heads=8))
+    block = dataclasses.replace(BLOCK, num_heads=6, num_kv_heads=6, intermediate_size=36)
+    cfg = head_config(vocab_size=56, draft_vocab=32, block=block, taps=(1, 2, 3, 4))
+    for known, advice in ((None, "1 or 2"), (dataclasses.replace(target, vocab_size=57), "1")):
+        with pytest.raises(ConfigError, match=f"num_attention_heads, 6; ask for {advice}, or for a draft_"):
+            check_split(cfg, 4, known)
 
 
 def test_every_device_has_the_kv_head_of_its_query_heads():

@@ -67,7 +67,7 @@ def test_packed_weights_widen_bit_for_bit():
     """Every pair of values with every scale that bfloat16 holds."""
     values = np.tile(np.arange(256, dtype=np.uint8), (250, 1)).reshape(1, 250, 16, 16)
     scales = np.broadcast_to(np.arange(3, 253, dtype=np.uint8)[None, :, None], (1, 250, 16)).copy()
-    ours = dequantize(Mxfp4(jnp.array(values.reshape(1, 250, 256)), jnp.array(scales)))
+    ours = dequantize(Mxfp4(jnp.array(values.reshape(1, 250, 256)), jnp.array(scales), jnp.bfloat16))
     theirs = widened(values, scales).float().numpy().swapaxes(1, 2)
     np.testing.assert_array_equal(np.asarray(ours, np.float32), theirs)
 

@@ -11,9 +11,14 @@ import dataclasses
 import json
 import sys
 
+import gguf
 import jax
+import jax.numpy as jnp
+import numpy as np
 
+from peagle_jax.checkpoint.quantization import block_weight
 from peagle_jax.config import BlockConfig, MoeConfig, RopeConfig, SpecConfig
+from peagle_jax.layers.quantized import QuantizedWeight, quantize
 from peagle_jax.models.stack import stack_layers
 from peagle_jax.speculative.decoder import Decoder, Request
 from peagle_jax.speculative.placement import Placement
@@ -39,6 +44,11 @@ MIXTURE = dataclasses.replace(
 )
 """8 experts lie on 8 devices whole, where no part of one would: 10 does not divide."""
 
+QUANTISED = dataclasses.replace(
+    CONFIG, block=BlockConfig(64, 512, 8, 2, 32, 1e-5, RopeConfig(theta=1000.0)), num_layers=2
+)
+"""Of inputs whose groups 4 devices share evenly."""
+
 HEAD_BLOCK = BlockConfig(10, 48, 16, 4, 4, 1e-5, RopeConfig(theta=500.0))
 SAMPLINGS = [
     SamplingParams(),
@@ -50,6 +60,24 @@ SAMPLINGS = [
 REQUESTS = [
     Request([3, 1, 4, 1, 5, 9, 2, 6, 5, 3 + i], SAMPLINGS[i % len(SAMPLINGS)], 12 + i) for i in range(8)
 ]
+
+
+def quantised(kind: str, cfg=QUANTISED):
+    """Stacked weights in int8 (of tied tables), int4, or a type of GGUF's."""
+    params = target_params(cfg)
+
+    def to(w: jax.Array) -> QuantizedWeight:
+        if kind in ("int8", "int4"):
+            return quantize(w, kind)
+        data = gguf.quants.quantize(np.asarray(w), gguf.GGMLQuantizationType[kind])
+        found = block_weight(data, kind, w.shape, jnp.dtype(jnp.float32))
+        assert found is not None
+        return jax.tree.map(jnp.asarray, found)
+
+    layers = jax.tree.map(lambda w: to(w) if w.ndim == 2 else w, params.layers)
+    if kind == "int8":
+        return stack_layers(params.replace(layers=layers, embed=to(params.embed), lm_head=None))
+    return stack_layers(params.replace(layers=layers, lm_head=to(params.lm_head)))
 
 
 def config_of(method: str):
@@ -68,14 +96,27 @@ def config_of(method: str):
 
 
 def decoder(
-    method: str, data: int, tensor: int, draft_tensor: int | None = None, int8_cache: bool = False
+    method: str,
+    data: int,
+    tensor: int,
+    draft_tensor: int | None = None,
+    int8_cache: bool = False,
+    quantization: str | None = None,
+    ffn: int = QUANTISED.block.intermediate_size,
 ) -> Decoder:
-    """Of 8 slots on all replicas together."""
+    """Of 8 slots on all replicas together; with a ``quantization`` of a target of that ``ffn``."""
     target, cfg = MIXTURE if method == "mixture" else CONFIG, None
     method = "peagle" if method == "mixture" else method
-    params = stack_layers(target_params(target), target.cycle)
+    if quantization is None:
+        params = stack_layers(target_params(target), target.cycle)
+    else:
+        block = dataclasses.replace(QUANTISED.block, intermediate_size=ffn)
+        target = dataclasses.replace(QUANTISED, block=block)
+        params = quantised(quantization, target)
     if method != "none":
         cfg = config_of(method)
+        taps = (0, 1, target.num_layers)
+        cfg = dataclasses.replace(cfg, target_hidden_size=target.hidden_size, taps=taps)
     return Decoder(
         target,
         params,

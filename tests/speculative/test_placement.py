@@ -20,7 +20,7 @@ from peagle_jax.config import ConfigError
 from peagle_jax.speculative import round as steps
 from peagle_jax.speculative.placement import Placement
 from peagle_jax.speculative.results import local_rows
-from tests.speculative.mesh_run import CONFIG, DRAFTED, HEAD_BLOCK, VOCAB, K, config_of, decoder, said
+from tests.speculative.mesh_run import DRAFTED, HEAD_BLOCK, VOCAB, K, config_of, decoder, said
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -137,15 +137,15 @@ def collectives(program: str) -> collections.Counter:
     return found
 
 
-def test_a_round_sums_twice_a_layer_and_never_gathers_logits(split):
+def assert_sums_twice_a_layer_and_never_gathers_logits(made):
     """The contract of tensor parallelism: what crosses devices, by kind and size."""
-    programs, b = split._programs, 4
+    programs, b = made._programs, 4
     program = programs._program(steps.run_rounds, models=programs.models, width=b, k=K, rounds=1).lower(
-        programs.params, programs.state, split._turn((), None)
+        programs.params, programs.state, made._turn((), None)
     )
     found = collectives(program.compile().as_text())
     verified, drafted = b * (K + 1), b * (2 * K)  # rows; the head's are K + 1 committed and K - 1 masks
-    target = verified * CONFIG.hidden_size
+    target = verified * made.target.hidden_size
     # A scanned layer's two; then the embedding's. The head: two of each layer and fc's, then its embedding's.
     assert found.pop(("all-reduce", target)) == 2 + 1
     assert found.pop(("all-reduce", drafted * HEAD_BLOCK.hidden_size)) == 2 * 2 + 1 + 1
@@ -155,6 +155,35 @@ def test_a_round_sums_twice_a_layer_and_never_gathers_logits(split):
     assert {kind for kind, _ in found} == {"all-reduce"}
     assert max(size for _, size in found) <= 3 * verified < min(VOCAB, DRAFTED) * b
     assert sum(found.values()) < 60
+
+
+def test_a_round_sums_twice_a_layer_and_never_gathers_logits(split):
+    assert_sums_twice_a_layer_and_never_gathers_logits(split)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("kind", "data", "tensor"), [("int8", 1, 4), ("int4", 2, 2), ("Q4_1", 1, 2)])
+def test_quantised_weights_in_parts_give_the_tokens_of_one_device(kind, data, tensor):
+    alone, made = (decoder("peagle", *mesh, quantization=kind) for mesh in ((1, 1), (data, tensor)))
+    layers = made._programs.params[0].layers
+    counts = {name: count for name, count in parts(layers).items() if "norm" not in name}
+    whole = {name for name, count in counts.items() if count == 1}
+    assert set(counts.values()) <= {1, tensor}
+    assert whole == (set() if kind == "Q4_1" else {".wo.scale", ".w_down.scale"})  # of outputs
+    assert [a["tokens"] for a in said(made)] == [a["tokens"] for a in said(alone)]
+    if kind == "int4":
+        assert_sums_twice_a_layer_and_never_gathers_logits(made)
+
+
+def test_parts_of_a_quantised_weight_are_whole_groups():
+    with pytest.raises(ConfigError) as caught:
+        decoder("none", 1, 4, quantization="Q8_0", ffn=192)
+    assert str(caught.value) == (
+        "a tensor parallel size of 4 does not divide the 6 groups of w_down, 32 of its 192 inputs each; "
+        "ask for 1 or 2, or for int8"
+    )
+    with pytest.raises(ConfigError, match=r"the 6 groups of w_down, 64 .* ask for 1 or 2, or for int8"):
+        decoder("none", 1, 4, quantization="int4", ffn=384)
 
 
 def test_local_rows_are_read_once_from_devices_that_have_the_same(split):

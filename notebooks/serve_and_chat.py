@@ -19,7 +19,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 
 if importlib.util.find_spec("peagle_jax") is None:
     tpu, gpu = glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*"), shutil.which("nvidia-smi")
@@ -46,6 +45,21 @@ PLATFORM, COUNT, MEMORY = devices()
 QUICK = bool(os.environ.get("CI"))  # continuous integration: everything, in seconds
 print(f"{COUNT} x {PLATFORM}" + (f", {MEMORY:.0f} GiB each" if MEMORY else ""))
 
+
+def sh(command, statuses=(0,)):
+    """Runs a command line, shows what it prints, and stops the notebook where it fails."""
+    print("$", command)
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, shell=True, **pipe) as process:
+        for line in process.stdout:
+            print(line, end="")
+    assert process.returncode in statuses, f"exit status {process.returncode}"
+
+
+os.environ["PATH"] = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"  # `python` is this one
+os.environ.pop("FORCE_COLOR", None)  # Jupyter's: progress bars would redraw themselves line after line
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.abspath("jax-cache"))
+
 # %% [markdown]
 # ## Start the server
 #
@@ -53,6 +67,8 @@ print(f"{COUNT} x {PLATFORM}" + (f", {MEMORY:.0f} GiB each" if MEMORY else ""))
 # `JAX_COMPILATION_CACHE_DIR` keeps the programs for the next start (on Colab, point it at your Drive).
 
 # %%
+import time
+
 if PLATFORM == "tpu" or (PLATFORM == "gpu" and MEMORY >= 22):
     head = {"model": "RedHatAI/Qwen3-8B-speculator.peagle", "num_speculative_tokens": 5}
     model = ["Qwen/Qwen3-8B", "--speculative-config", json.dumps(head), "--max-model-len", "4096"]
@@ -66,7 +82,6 @@ else:
     model = ["--speculative-config", json.dumps(head)]
     size = ["--max-num-seqs", "1", "--max-model-len", "256" if QUICK else "2048"]
 
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.abspath("jax-cache"))
 command = [sys.executable, "-m", "peagle_jax.serve", *model, *size, "--port", "0"]
 command += ["--per-request-spec-decode-metrics", "summary"]
 with open("server.log", "w") as log:
@@ -113,7 +128,9 @@ def ask(question, **more):
 
 
 found, _ = ask("Why is the sky blue?")
-print(f"\nacceptance length {found['mean_acceptance_length']:.2f}: so many tokens came from a round on average")
+print(
+    f"\nacceptance length {found['mean_acceptance_length']:.2f}: so many tokens came from a round on average"
+)
 
 # %% [markdown]
 # ## With the head, and without it

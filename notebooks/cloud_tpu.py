@@ -3,7 +3,7 @@
 #
 # For a TPU VM with v5e or v6e chips (one host; what several hosts need is at the end). Cells that need a TPU say
 # "skipped: needs a TPU" elsewhere, and print what they would run. **These cells have not been run on a TPU yet**; their
-# programs were compiled for v5e and v6e at this size, and fit (README, "Large targets on TPUs").
+# programs were compiled for v5e and v6e at this size, and fit (docs/measured.md).
 #
 # | chips | memory each | Qwen3-8B and its head |
 # |---|---|---|

@@ -146,7 +146,7 @@ print(f"\nwithout the head {without:.2f} s, with it {seconds:.2f} s: {without / 
 print(f"acceptance length {found['mean_acceptance_length']:.2f}")
 
 # %% [markdown]
-# A busy or small machine makes one short answer a rough measure; README has figures with their sources.
+# A busy or small machine makes one short answer a rough measure; docs/measured.md has figures with their sources.
 #
 # ## The playground, and the metrics
 #

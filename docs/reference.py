@@ -76,7 +76,9 @@ def written(kind: Any, default: Any) -> str:
         return " \\| ".join(f"**{v}**" if v == default else str(v) for v in typing.get_args(kind))
     if isinstance(default, bool) or default is None:
         return {True: "true", False: "false", None: "none"}[default]
-    return "none" if default in ((), {}, "") else f"{default:g}" if isinstance(default, float) else str(default)
+    return (
+        "none" if default in ((), {}, "") else f"{default:g}" if isinstance(default, float) else str(default)
+    )
 
 
 def recipe_keys() -> Iterator[str]:
@@ -125,7 +127,10 @@ def flags() -> str:
             lines += ["### Keys of `--speculative-config`", "", "| key | |", "|---|---|"]
             lines += [*keys_of_speculative_config(), ""]
     lines += ["## Recipes of `python -m peagle_jax.train`", ""]
-    lines += ["A YAML file; a section is a mapping, and a list stands where the default is `none` and the", "name is plural."]
+    lines += [
+        "A YAML file; a section is a mapping, and a list stands where the default is `none` and the",
+        "name is plural.",
+    ]
     return "\n".join([*lines, "", *recipe_keys(), END, ""])
 
 

@@ -41,7 +41,9 @@ def draw() -> Picture:
     picture.text(left, 44 + SIZE * 8 + 16, "its keys and values are kept", 11, DIM, "start")
 
     below = 186
-    picture.text(left, below - 14, "2. Segments of rollouts, one after another (lax.scan)", 14, anchor="start")
+    picture.text(
+        left, below - 14, "2. Segments of rollouts, one after another (lax.scan)", 14, anchor="start"
+    )
     for s, x in enumerate((left, left + 215)):
         rollouts = [row for row in ROWS if row[1] and row[0] * 2 // (POSITIONS - 1) == s]
         rollouts.sort()

@@ -24,7 +24,9 @@ def draw() -> Picture:
     for i, x in enumerate([left + 126, left + 212, left + 298]):
         picture.line(x, 66, x, 92, True)
         picture.text(x, 107, f"d{i + 1}")
-    picture.text(left + 356, 55, "slot p: token p + 1, feature p; its logits guess token p + 2", 11, DIM, "start")
+    picture.text(
+        left + 356, 55, "slot p: token p + 1, feature p; its logits guess token p + 2", 11, DIM, "start"
+    )
 
     row(146, "verify", "one pass of the target")
     picture.tokens(left, 146, ["t5", "d1", "d2", "d3"], [GREEN, BLUE, BLUE, BLUE], 80)
@@ -44,7 +46,9 @@ def draw() -> Picture:
     picture.line(left + 258, 352, left + 338, 352)
     picture.text(left + 356, 357, "what is beyond the length is overwritten later", 11, DIM, "start")
 
-    picture.text(16, 420, "The next draft pass reads (t6, h5), (t7, h6) and two mask slots again.", 13, anchor="start")
+    picture.text(
+        16, 420, "The next draft pass reads (t6, h5), (t7, h6) and two mask slots again.", 13, anchor="start"
+    )
     note = "Two tokens came from this round: its acceptance length is 2. K + 1 = 4 would be the most."
     picture.text(16, 444, note, 13, anchor="start")
     return picture

@@ -32,7 +32,9 @@ class Picture:
         style = f'font-size="{size}" fill="{fill}" text-anchor="{anchor}"'
         self.parts.append(f'<text x="{x:g}" y="{y:g}" {style}>{escape(words, quote=False)}</text>')
 
-    def line(self, x1: float, y1: float, x2: float, y2: float, arrow: bool = False, colour: str = DIM) -> None:
+    def line(
+        self, x1: float, y1: float, x2: float, y2: float, arrow: bool = False, colour: str = DIM
+    ) -> None:
         end = ' marker-end="url(#tip)"' if arrow else ""
         self.parts.append(
             f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="{colour}" stroke-width="1.5"{end}/>'

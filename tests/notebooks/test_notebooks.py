@@ -16,7 +16,7 @@ import pytest
 from nbclient import NotebookClient
 
 from peagle_jax.checkpoint import embedded
-from tests.docs.commands import Checked, commands_in
+from tests.docs.commands import commands_in, parse
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "notebooks").glob("*.py"))
@@ -99,16 +99,18 @@ def test_convert_a_head(run):
     said = run("convert_a_head")
     assert "cause: norm_before_residual false" in said
     assert "verified: 43 tensors are the same, bit for bit" in said
-    before, after = (float(re.search(rf"{word} +acceptance length ([\d.]+)", said)[1]) for word in ("before", "after"))
+    before, after = (
+        float(re.search(rf"{word} +acceptance length ([\d.]+)", said)[1]) for word in ("before", "after")
+    )
     assert before < 1.3 < 1.6 < after
 
 
 @pytest.mark.timeout(SECONDS)
-def test_cloud_tpu_says_what_it_skips_and_would_run_commands_that_are_right(run, tmp_path):
+def test_cloud_tpu_says_what_it_skips_and_would_run_commands_that_are_right(run):
     said = run("cloud_tpu")
     assert "the recipe is well formed: MeshRecipe(data=0, fsdp=4" in said
     assert said.count("skipped: needs a TPU") == 7
     commands = commands_in("```sh\n" + "\n".join(re.findall(r"^\$ (.*)$", said, re.MULTILINE)) + "\n```")
     assert len(commands) == 5
     for command in commands:
-        Checked(tmp_path).parse(command)
+        parse(command)

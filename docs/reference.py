@@ -110,8 +110,8 @@ def flags() -> str:
         "",
         "# Flags, keys and recipes",
         "",
-        "Everything that the commands take, as `--help` tells it; a test keeps this page as they are. The server's names",
-        "are vLLM's. A flag is taken in full only, and what a command does not know, it refuses.",
+        "Everything that the commands take, as `--help` tells it; a test keeps this page as they are.",
+        "The server's names are vLLM's. A flag is taken in full only, and an unknown one is refused.",
         "",
     ]
     for name, parser in parsers().items():
@@ -127,10 +127,7 @@ def flags() -> str:
             lines += ["### Keys of `--speculative-config`", "", "| key | |", "|---|---|"]
             lines += [*keys_of_speculative_config(), ""]
     lines += ["## Recipes of `python -m peagle_jax.train`", ""]
-    lines += [
-        "A YAML file; a section is a mapping, and a list stands where the default is `none` and the",
-        "name is plural.",
-    ]
+    lines += ["A YAML file; a section (`data`, `features`, ...) is a mapping of its keys."]
     return "\n".join([*lines, "", *recipe_keys(), END, ""])
 
 

@@ -26,7 +26,7 @@ def bars(picture: Picture, x: float, values: list[float], fill: str) -> None:
 
 
 def draw() -> Picture:
-    picture = Picture(800, 326)
+    picture = Picture(760, 346)
     total = [a + b for a, b in zip(LOGITS, NOISE, strict=True)]
     best = max(range(KEPT), key=total.__getitem__)
     picture.text(110, 30, "filtered logits / temperature", 13)
@@ -42,8 +42,9 @@ def draw() -> Picture:
     bars(picture, 524, total, GREEN)
     picture.box(524 + 34 * best - 3, 190 - total[best] * 28 - 4, 32, total[best] * 28 + 8, "none")
     lines = [
-        "Plain decoding takes this token. Verification computes it at every drafted position and accepts a draft that equals it.",
-        "Greedy is the case without noise. A draft is never asked how likely it was, so it cannot change the answer.",
+        "Plain decoding takes this token. Verification computes it at every drafted position, and accepts a",
+        "draft that equals it. Greedy is the case without noise. Nobody asks how likely a draft was, so it",
+        "cannot change the answer.",
     ]
     for i, line in enumerate(lines):
         picture.text(16, 290 + 22 * i, line, 12, anchor="start")

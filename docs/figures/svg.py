@@ -32,13 +32,10 @@ class Picture:
         style = f'font-size="{size}" fill="{fill}" text-anchor="{anchor}"'
         self.parts.append(f'<text x="{x:g}" y="{y:g}" {style}>{escape(words, quote=False)}</text>')
 
-    def line(
-        self, x1: float, y1: float, x2: float, y2: float, arrow: bool = False, colour: str = DIM
-    ) -> None:
-        end = ' marker-end="url(#tip)"' if arrow else ""
-        self.parts.append(
-            f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="{colour}" stroke-width="1.5"{end}/>'
-        )
+    def line(self, x1: float, y1: float, x2: float, y2: float, arrow: bool = False) -> None:
+        ends = f'x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}"'
+        tip = ' marker-end="url(#tip)"' if arrow else ""
+        self.parts.append(f'<line {ends} stroke="{DIM}" stroke-width="1.5"{tip}/>')
 
     def tokens(self, x: float, y: float, words: Sequence[str], fills: Sequence[str], w: float = 58) -> None:
         """A row of boxes with a word each."""

@@ -1,4 +1,4 @@
-"""A tree of candidates: the M nodes with the highest products, and the mask that verifies them in one pass."""
+"""A tree of candidates: the M nodes with the highest products, and the mask that verifies them at once."""
 
 from __future__ import annotations
 

@@ -13,13 +13,13 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parents[2]
+FOLDERS = ("serve", "heads", "train", "benchmarks")
 PAGES = sorted(
     [
         *ROOT.glob("*.md"),
         *(ROOT / "docs").glob("*.md"),
-        *(ROOT / p for p in ("serve/README.md", "heads/README.md")),
+        *(ROOT / folder / "README.md" for folder in FOLDERS),
     ]
-    + [ROOT / "train" / "README.md", ROOT / "benchmarks" / "README.md"]
 )
 FIGURES = ROOT / "docs" / "figures"
 DRAWN = ("partition", "round", "sampling", "tree")

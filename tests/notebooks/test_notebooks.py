@@ -99,9 +99,8 @@ def test_convert_a_head(run):
     said = run("convert_a_head")
     assert "cause: norm_before_residual false" in said
     assert "verified: 43 tensors are the same, bit for bit" in said
-    before, after = (
-        float(re.search(rf"{word} +acceptance length ([\d.]+)", said)[1]) for word in ("before", "after")
-    )
+    found = re.findall(r"^(?:before|after) +acceptance length ([\d.]+)", said, re.MULTILINE)
+    before, after = map(float, found)
     assert before < 1.3 < 1.6 < after
 
 

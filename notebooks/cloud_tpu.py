@@ -84,6 +84,7 @@ def on_tpu(command):
 # them in `jax-cache`. The first line of its report says where the weights lie.
 
 # %%
+import atexit
 import time
 
 head = json.dumps({"method": "eagle3", "model": HEAD, "num_speculative_tokens": 5, "parallel_drafting": True})
@@ -94,6 +95,7 @@ serve = (
 if TPU:
     with open("server.log", "w") as log:
         server = subprocess.Popen(["sh", "-c", f"exec {serve}"], stdout=log, stderr=subprocess.STDOUT)
+    atexit.register(server.terminate)  # it ends with this notebook, too
     while "ready: " not in (text := open("server.log").read()):
         assert server.poll() is None, f"the server ended:\n{text}"
         time.sleep(2)

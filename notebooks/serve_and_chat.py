@@ -67,6 +67,7 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.abspath("jax-cache"))
 # `JAX_COMPILATION_CACHE_DIR` keeps the programs for the next start (on Colab, point it at your Drive).
 
 # %%
+import atexit
 import time
 
 if PLATFORM == "tpu" or (PLATFORM == "gpu" and MEMORY >= 22):
@@ -86,6 +87,7 @@ command = [sys.executable, "-m", "peagle_jax.serve", *model, *size, "--port", "0
 command += ["--per-request-spec-decode-metrics", "summary"]
 with open("server.log", "w") as log:
     server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+atexit.register(server.terminate)  # it ends with this notebook, too
 
 while "ready: " not in (text := open("server.log").read()):
     assert server.poll() is None, f"the server ended:\n{text}"

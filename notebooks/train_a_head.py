@@ -10,7 +10,7 @@
 # 4. **decoding** with it, and how many drafts are accepted
 #
 # The size goes by the device found. On two CPU cores (256 prompts, 160 steps; about a quarter of an hour) it shows the way, no
-# more: measured once, the head came to 1.41 tokens a round. The one that ships with peagle_jax had 170 times the text.
+# more: measured once, the head came to 1.41 tokens a round. The one that ships with peagle_jax had more than a hundred times the text.
 
 # %%
 GIT_URL = ""  # for example git+https://..., to install from there; empty: from the package index

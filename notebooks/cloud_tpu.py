@@ -2,8 +2,9 @@
 # # Qwen3-8B on a Cloud TPU: serve a published head, train one with FSDP
 #
 # For a TPU VM with v5e or v6e chips (one host; what several hosts need is at the end). Cells that need a TPU say
-# "skipped: needs a TPU" elsewhere, and print what they would run. **These cells have not been run on a TPU yet**; their
-# programs were compiled for v5e and v6e at this size, and fit (docs/measured.md).
+# "skipped: needs a TPU" elsewhere, and print what they would run. **They have not been run on a TPU yet.** A decode round of
+# Qwen3-8B was compiled for four v5e chips, and fits (docs/measured.md); that it fits one v6e chip, and that training fits,
+# is arithmetic.
 #
 # | chips | memory each | Qwen3-8B and its head |
 # |---|---|---|

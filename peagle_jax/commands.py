@@ -10,8 +10,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from peagle_jax.arguments import CommandError
+from peagle_jax.checkpoint.calibration import for_depths, read_calibration
 from peagle_jax.checkpoint.folder import local_path
 from peagle_jax.checkpoint.head import default_head_path, load_head
 from peagle_jax.checkpoint.model import LoadedTarget, load_target
@@ -19,6 +21,7 @@ from peagle_jax.config import DrafterConfig, Method, SpecConfig, TargetConfig
 from peagle_jax.drafter.head import DrafterParams
 from peagle_jax.parallel.replicate import Backend
 from peagle_jax.precision import describe_cache, describe_quantization
+from peagle_jax.speculation import CHAIN, Arrangement
 from peagle_jax.speculative.cache import row_bytes
 from peagle_jax.speculative.decoder import Decoder
 from peagle_jax.speculative.placement import Placement
@@ -58,6 +61,7 @@ class Head:
     config: DrafterConfig
     params: DrafterParams
     source: str
+    calibration: np.ndarray | None = None  # float32 (depths, 2), see ``tree.calibrated``
 
 
 @dataclasses.dataclass
@@ -71,11 +75,15 @@ class Loaded:
     placement: Placement | None = None  # None: the first device
     kv_cache_dtype: str = "auto"
 
-    def spec(self, rounds: int = 1) -> SpecConfig:
-        """The round's configuration, of so many rounds a dispatch."""
+    def spec(self, rounds: int = 1, arrangement: Arrangement = CHAIN) -> SpecConfig:
+        """The round's configuration, of so many rounds a dispatch.
+
+        Raises:
+            ConfigError: the head cannot draft such a tree.
+        """
         if self.head is None or not self.num_speculative_tokens:
             return SpecConfig(rounds=rounds)
-        return SpecConfig(self.num_speculative_tokens, self.head.config.method, rounds)
+        return arrangement.spec(self.num_speculative_tokens, self.head.config, rounds)
 
     def decoder(
         self,
@@ -84,6 +92,7 @@ class Loaded:
         speculative: bool = True,
         memory_utilization: float | None = None,
         rounds: int = 1,
+        arrangement: Arrangement = CHAIN,
         **options: Any,
     ) -> Decoder:
         """A decoder of this target; without its head if not ``speculative``. ``options`` are Decoder's.
@@ -97,11 +106,11 @@ class Loaded:
         """
         check_memory(self, max_model_len)
         head = self.head if speculative and self.num_speculative_tokens else None
-        spec = self.spec(rounds) if head else SpecConfig(rounds=rounds)
+        spec = self.spec(rounds, arrangement) if head else SpecConfig(rounds=rounds)
         if memory_utilization is not None:
             rings = rings_of(self.target.config, options.get("prefill_chunk", PREFILL_CHUNK), spec)
             options["kv_tokens"] = kv_room(self, memory_utilization, options.get("batch", 1), rings)
-        return Decoder(
+        decoder = Decoder(
             self.target.config,
             self.target.params,
             head and head.config,
@@ -112,6 +121,9 @@ class Loaded:
             int8_cache=self.int8_cache,
             **options,
         )
+        if head and head.calibration is not None:
+            decoder.calibration = for_depths(head.calibration, spec.num_speculative_tokens)
+        return decoder
 
     @property
     def int8_cache(self) -> bool:
@@ -221,9 +233,8 @@ def load(
     if num_speculative_tokens is None:
         trained = DEFAULT_TOKENS if config.method == "eagle3" else config.num_depths
         num_speculative_tokens = min(trained, DEFAULT_TOKENS)
-    return Loaded(
-        target, Head(config, params, head), num_speculative_tokens, chosen, placement, kv_cache_dtype
-    )
+    loaded = Head(config, params, head, read_calibration(head))
+    return Loaded(target, loaded, num_speculative_tokens, chosen, placement, kv_cache_dtype)
 
 
 def _check_revision(model: str | None, revision: str | None) -> None:

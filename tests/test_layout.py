@@ -36,6 +36,8 @@ WITHOUT_COUNTERPART = (
     "tests/parity",
     "tests/vocabularies",
     "tests/packaging",
+    "tests/docs",  # of README, docs/ and the other pages
+    "tests/notebooks",  # of notebooks/
     "tests/test_layout.py",
     "tests/train/test_recipes.py",  # of train/*.yaml
     "tests/serve/test_deployment.py",  # of serve/

@@ -40,7 +40,10 @@ keys of --speculative-config (all optional; null switches speculation off):
   prompt_lookup_max, prompt_lookup_min
                           of ngram: how many last tokens, at most and at least (default: 5, or the other)
   parallel_drafting       true: P-EAGLE, false: EAGLE-3 (eagle3 with true is how vLLM writes P-EAGLE)
-  parallel_drafting_spec  the same as parallel_drafting, or {"depth": K}
+  parallel_drafting_spec  the same as parallel_drafting, or {"depth": K, "num_trees": candidates for the
+                          first position, each with a chain of the likeliest behind it}
+  num_speculative_nodes   M: verify the M likeliest nodes of a tree, K deep (default: 0, a chain)
+  speculative_token_tree  a fixed tree: its paths of ranks, as "[(0,), (1,), (0, 0)]" or lists
   draft_tensor_parallel_size
                           1: the head whole on every device; or --tensor-parallel-size (default)
   num_speculative_tokens_per_batch_size

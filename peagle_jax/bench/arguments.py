@@ -27,8 +27,8 @@ RESULTS.md and plots.
 _ACCEPTANCE = """\
 The acceptance length counts the token that the target adds itself: 1 is no help, K + 1 the most. By position
 is the share of drafting rounds that accept at least so many; "their tokens" are the part of all tokens that
-came from such rounds (n-gram lookup and adaptive drafting make others too). Servers are judged by their own counters
-(vllm:spec_decode_num_drafts and the like, before and after), so that one command compares both:
+came from such rounds (n-gram lookup and adaptive drafting make others too). Servers are judged by their own
+counters (vllm:spec_decode_num_drafts and the like, before and after), so that one command compares both:
 
   python -m peagle_jax.bench acceptance --dataset mt_bench --num-prompts 16 --methods peagle \\
       --num-speculative-tokens 3 --start 'vllm=VLLM_CPU_OMP_THREADS_BIND=0-1 .venv-vllm/bin/python

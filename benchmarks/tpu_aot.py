@@ -22,6 +22,7 @@ from typing import Any
 
 import hlo_text
 import jax
+import jax.numpy as jnp
 from hlo_bytes import Program
 from jax.experimental import topologies
 from real_sizes import DTYPE, MEMORY, TARGETS, Load, head_of, head_weights, shape, target_weights
@@ -37,9 +38,8 @@ from peagle_jax.parallel.tensor import check_split, spread, spread_weights
 from peagle_jax.speculative import round as steps
 from peagle_jax.speculative.placement import Placement
 from peagle_jax.speculative.request import Request, settings_of
-from peagle_jax.speculative.round import Models
 from peagle_jax.speculative.sizes import PREFILL_CHUNK, backlog_of, rings_of, scratch_of
-from peagle_jax.speculative.state import Turn, empty_state
+from peagle_jax.speculative.state import Models, Turn, empty_state
 
 CONSOLE = Console(stderr=True)
 LOAD = Load(k=7, sequences=8, positions=4096)
@@ -82,10 +82,11 @@ def compile_round(target: TargetConfig, topology: str) -> dict[str, Any]:
     state = jax.eval_shape(create)
     shardings = placement.state(state)
     state = placed(state, shardings)
-    turn = jax.tree.map(lambda x: shape(1, LOAD.sequences, dtype=bool), Turn(0, 0))  # pyright: ignore
+    flags = shape(1, LOAD.sequences, dtype=bool)
+    turn = Turn(flags, flags, shape(1, 1, dtype=jnp.float32), shape(1, LOAD.k, 2, dtype=jnp.float32))
 
     def run_rounds(params: Any, state: Any, turn: Any) -> Any:
-        models = Models(target, head, LOAD.k)
+        models = Models(target, head, spec)
         return steps.run_rounds(params, state, turn, models=models, width=LOAD.sequences, k=LOAD.k, rounds=1)
 
     began = time.perf_counter()

@@ -10,8 +10,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from peagle_jax.arguments import CommandError
+from peagle_jax.checkpoint.calibration import for_depths, read_calibration
 from peagle_jax.checkpoint.folder import local_path
 from peagle_jax.checkpoint.head import default_head_path, load_head
 from peagle_jax.checkpoint.model import LoadedTarget, load_target
@@ -19,6 +21,7 @@ from peagle_jax.config import DrafterConfig, Method, SpecConfig, TargetConfig
 from peagle_jax.drafter.head import DrafterParams
 from peagle_jax.parallel.replicate import Backend
 from peagle_jax.precision import describe_cache, describe_quantization
+from peagle_jax.speculation import CHAIN, Arrangement
 from peagle_jax.speculative.cache import row_bytes
 from peagle_jax.speculative.decoder import Decoder
 from peagle_jax.speculative.lookup import Lookup, LookupDecoder
@@ -59,6 +62,7 @@ class Head:
     config: DrafterConfig
     params: DrafterParams
     source: str
+    calibration: np.ndarray | None = None  # float32 (depths, 2), see ``tree.calibrated``
 
 
 @dataclasses.dataclass
@@ -73,11 +77,15 @@ class Loaded:
     kv_cache_dtype: str = "auto"
     lookup: Lookup | None = None  # drafts without a head
 
-    def spec(self, rounds: int = 1) -> SpecConfig:
-        """The round's configuration, of so many rounds a dispatch."""
+    def spec(self, rounds: int = 1, arrangement: Arrangement = CHAIN) -> SpecConfig:
+        """The round's configuration, of so many rounds a dispatch.
+
+        Raises:
+            ConfigError: the head cannot draft such a tree.
+        """
         if self.head is None or not self.num_speculative_tokens:
             return SpecConfig(rounds=rounds)
-        return SpecConfig(self.num_speculative_tokens, self.head.config.method, rounds)
+        return arrangement.spec(self.num_speculative_tokens, self.head.config, rounds)
 
     def decoder(
         self,
@@ -86,6 +94,7 @@ class Loaded:
         speculative: bool = True,
         memory_utilization: float | None = None,
         rounds: int = 1,
+        arrangement: Arrangement = CHAIN,
         **options: Any,
     ) -> Decoder:
         """A decoder of this target; without its head if not ``speculative``. ``options`` are Decoder's.
@@ -99,7 +108,7 @@ class Loaded:
         """
         check_memory(self, max_model_len)
         head = self.head if speculative and self.num_speculative_tokens else None
-        spec = self.spec(rounds) if head else SpecConfig(rounds=rounds)
+        spec = self.spec(rounds, arrangement) if head else SpecConfig(rounds=rounds)
         if memory_utilization is not None:
             rings = rings_of(self.target.config, options.get("prefill_chunk", PREFILL_CHUNK), spec)
             options["kv_tokens"] = kv_room(self, memory_utilization, options.get("batch", 1), rings)
@@ -110,10 +119,11 @@ class Loaded:
             "max_model_len": max_model_len,
         }
         if self.lookup is not None and speculative:
-            if rounds != 1:
-                raise CommandError(f"the method ngram needs 1 round a dispatch, found {rounds}; leave it out")
-            return LookupDecoder(*target, self.num_speculative_tokens, self.lookup, **options)
-        return Decoder(*target, head and head.config, head and head.params, spec, **options)
+            return LookupDecoder(*target, self.num_speculative_tokens, self.lookup, rounds, **options)
+        decoder = Decoder(*target, head and head.config, head and head.params, spec, **options)
+        if head and head.calibration is not None:
+            decoder.calibration = for_depths(head.calibration, spec.num_speculative_tokens)
+        return decoder
 
     @property
     def int8_cache(self) -> bool:
@@ -230,7 +240,8 @@ def with_head(loaded: Loaded, head: str, tokens: int | None, method: Method | No
     if tokens is None:
         trained = DEFAULT_TOKENS if config.method == "eagle3" else config.num_depths
         tokens = min(trained, DEFAULT_TOKENS)
-    return dataclasses.replace(loaded, head=Head(config, params, head), num_speculative_tokens=tokens)
+    found = Head(config, params, head, read_calibration(head))
+    return dataclasses.replace(loaded, head=found, num_speculative_tokens=tokens)
 
 
 def _check_revision(model: str | None, revision: str | None) -> None:
@@ -349,11 +360,8 @@ def describe(loaded: Loaded, max_model_len: int) -> list[tuple[str, Any]]:
         ("read from", loaded.target.source),
     ]
     if head is None:
-        how = "plain decoding"
-        if (lookup := loaded.lookup) is not None:
-            tokens = loaded.num_speculative_tokens
-            how = f"{tokens} tokens by lookup of the last {lookup.most} to {lookup.least} (ngram)"
-        lines.append(("head", f"none: {how}"))
+        found = loaded.lookup and f"{loaded.num_speculative_tokens} tokens by {loaded.lookup.described}"
+        lines.append(("head", f"none: {found or 'plain decoding'}"))
     else:
         drafter = head.config
         shape = f"{drafter.num_layers} layers, draft vocabulary {drafter.draft_vocab_size}"

@@ -10,6 +10,7 @@ Dimension letters, used in every docstring and einsum of the project:
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import numbers
 from typing import Any, Literal
@@ -286,12 +287,18 @@ class SpecConfig:
     """How a round speculates: K drafts from a head of ``method``, or found by the host (``ngram``,
     ``speculative.lookup``); K = 0 is plain decode.
 
-    ``rounds`` is R, rounds in one dispatch (static).
+    ``rounds`` is R, rounds in one dispatch (static). Without more, the drafts are a chain. A tree has
+    ``num_speculative_nodes`` nodes, the likeliest by the head, or is fixed: the paths of
+    ``speculative_token_tree``, each by the ranks of its candidates (as vLLM had it: (0,), (1,), (0, 0)).
+    ``verify_widths`` are smaller numbers of nodes that a round may verify instead of all.
     """
 
     num_speculative_tokens: int = 0
     method: Method | Literal["ngram"] | None = None
     rounds: int = 1
+    num_speculative_nodes: int = 0
+    speculative_token_tree: tuple[tuple[int, ...], ...] = ()
+    verify_widths: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _require_kinds(self)
@@ -302,3 +309,53 @@ class SpecConfig:
         _require(self.rounds >= 1, f"rounds must be at least 1, found {self.rounds}")
         if self.num_speculative_tokens and self.method is None:
             raise ConfigError("speculation needs a head: method is None but num_speculative_tokens > 0")
+        self._check_tree()
+
+    def _check_tree(self) -> None:
+        k, nodes, paths = (
+            self.num_speculative_tokens,
+            self.num_speculative_nodes,
+            self.speculative_token_tree,
+        )
+        _require(nodes >= 0, f"num_speculative_nodes must not be negative, found {nodes}")
+        _require(not (nodes and paths), "give num_speculative_nodes or speculative_token_tree, not both")
+        if nodes or paths:
+            _require(k > 0, "a tree needs drafts: num_speculative_tokens is 0")
+            _require(
+                self.method != "eagle3",
+                "a tree needs the K marginals of one parallel pass, and this head is EAGLE-3; leave "
+                "num_speculative_nodes and speculative_token_tree out, which gives a chain",
+            )
+        _require(
+            not nodes or nodes >= k,
+            f"num_speculative_nodes is {nodes}; expected at least num_speculative_tokens, {k}, a chain's",
+        )
+        known = set(paths)
+        _require(len(known) == len(paths), "speculative_token_tree names a path twice")
+        for path in paths:
+            _require(
+                0 < len(path) <= k and min(path) >= 0,
+                f"speculative_token_tree: {path} is no path of 1 to {k} (num_speculative_tokens) ranks",
+            )
+            _require(
+                len(path) == 1 or path[:-1] in known,
+                f"speculative_token_tree: {path} has no parent; add {path[:-1]}",
+            )
+        widths = self.verify_widths
+        _require(
+            all(0 < a < b for a, b in itertools.pairwise((*widths, self.most_nodes))),
+            f"verify_widths must ascend from 1 on and stay under {self.most_nodes}, found {list(widths)}",
+        )
+
+    @property
+    def is_tree(self) -> bool:
+        return bool(self.num_speculative_nodes or self.speculative_token_tree)
+
+    @property
+    def most_nodes(self) -> int:
+        """M: nodes that a round of K drafts may verify."""
+        return len(self.speculative_token_tree) or self.num_speculative_nodes or self.num_speculative_tokens
+
+    def nodes_of(self, k: int) -> tuple[int, ...]:
+        """How many nodes a round of ``k`` drafts may verify, ascending. One of fewer than K is a chain."""
+        return (*self.verify_widths, self.most_nodes) if k and k == self.num_speculative_tokens else (k,)

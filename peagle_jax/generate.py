@@ -23,6 +23,7 @@ from peagle_jax.models import stack
 from peagle_jax.models.stack import TargetParams
 from peagle_jax.serve.detokenize import Answer
 from peagle_jax.serve.prompt import PromptError, encode, render_chat
+from peagle_jax.speculation import Arrangement
 from peagle_jax.speculative.decoder import Decoder
 from peagle_jax.speculative.sampling import SamplingParams, filter_logits, gumbel_noise, sampling_state
 from peagle_jax.speculative.sizes import SMALLEST_CACHE
@@ -168,26 +169,22 @@ def build_parser() -> Parser:
         metavar="K",
         help="tokens drafted a round (default: 5, or what the head was trained for; 0: plain decoding)",
     )
+    add(
+        "--num-speculative-nodes",
+        type=int,
+        default=0,
+        metavar="M",
+        help="verify the M likeliest nodes of a tree of drafts, K deep (default: a chain of K)",
+    )
     add("--max-tokens", type=int, metavar="N", help=f"new tokens at most (default: {DEFAULT_MAX_TOKENS})")
     add("--temperature", type=float, default=0.0, help="0 is greedy (default)")
-    add(
-        "--top-p",
-        type=float,
-        default=1.0,
-        help="keep the likeliest tokens up to this share (default: 1)",
-    )
+    add("--top-p", type=float, default=1.0, help="keep the likeliest tokens up to this share (default: 1)")
     add("--top-k", type=int, default=0, help="keep the k likeliest tokens; 0 is off (default)")
     add("--min-p", type=float, default=0.0, help="drop tokens below this share of the best's probability")
     add("--seed", type=int, default=0, help="the same seed gives the same tokens, with any head (default: 0)")
     add("--dtype", choices=commands.DTYPES, default="auto", help="of the weights (default: auto)")
-    add(
-        "--tensor-parallel-size",
-        "-tp",
-        type=int,
-        default=1,
-        metavar="N",
-        help="devices to split the model over",
-    )
+    tensor = "--tensor-parallel-size", "-tp"
+    add(*tensor, type=int, default=1, metavar="N", help="devices to split the model over")
     add("--draft-tensor-parallel-size", type=int, metavar="N", help="1: the head is whole on each of them")
     precision.add_quantization(add)
     precision.add_kv_cache_dtype(add)
@@ -230,7 +227,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def run(speculative: bool, show: Callable[[str], None]) -> Run:
         _say("compiling" if speculative else "compiling, and decoding without the head")
-        decoder = loaded.decoder(room, speculative=speculative)
+        arrangement = Arrangement(args.num_speculative_nodes)
+        decoder = loaded.decoder(room, speculative=speculative, arrangement=arrangement)
         decoder.warm_up()
         tokenizer = loaded.target.tokenizer
         return decode(

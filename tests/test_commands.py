@@ -36,6 +36,7 @@ def loads(monkeypatch):
 
     monkeypatch.setattr(commands, "load_target", load_target)
     monkeypatch.setattr(commands, "load_head", load_head)
+    monkeypatch.setattr(commands, "read_calibration", lambda head: None)
     monkeypatch.setattr(commands, "default_head_path", lambda: "parallel")
     return loaded
 

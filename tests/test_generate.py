@@ -33,6 +33,7 @@ def tiny(monkeypatch):
     """Loads tiny models in place of files."""
     monkeypatch.setattr(commands, "load_target", lambda ref, **_: TARGET)
     monkeypatch.setattr(commands, "load_head", lambda *_, **__: (HEAD, HEAD_PARAMS))
+    monkeypatch.setattr(commands, "read_calibration", lambda head: None)
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def scripted(tiny, monkeypatch):
     """Repeats the prompt in place of decoding; returns whether each decoder would speculate."""
     built = []
 
-    def decoder(self, max_model_len, *, speculative=True):
+    def decoder(self, max_model_len, *, speculative=True, arrangement=None):
         speculates = bool(speculative and self.num_speculative_tokens)
         built.append(speculates)
         return ScriptedDecoder(lambda prompt: prompt * 50, width=4 if speculates else 1)

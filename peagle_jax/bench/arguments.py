@@ -42,8 +42,8 @@ before the next one, in an order that changes, --repeats times over, so that a m
 treats them alike. tokens/s counts the tokens after the first round's and their time; of the repeats it is the
 median, beside the least and the most, and ratios are to the first method within each repeat.
 
-A last pass runs each round as two programs, and waits for each, to tell where the time goes: prefill,
-draft, verify, and the host between them.
+A last pass waits for every prefill and round, and makes a round's drafts once more alone before it, to tell
+where the time goes: prefill, draft, verify (the round without its drafts), and the host between them.
 """
 
 _SERVE = """\
@@ -180,6 +180,13 @@ def _add_models(parser: Parser, default: str) -> None:
         default=(commands.DEFAULT_TOKENS,),
         metavar="K,...",
         help="drafted a round, each in turn (default: 5)",
+    )
+    add(
+        "--num-speculative-nodes",
+        type=whole(1),
+        default=16,
+        metavar="M",
+        help="of the methods tree and adaptive_tree (default: %(default)s)",
     )
     add("--head", type=named, help="a P-EAGLE head, folder or hub id (default: the embedded model's own)")
     add("--eagle3-head", type=named, metavar="HEAD", help="an EAGLE-3 head, for the method eagle3")

@@ -245,7 +245,7 @@ def _time_table(times: dict[str, Part]) -> Table:
     for name, split in times.items():
         shares = (100 * split[f"{part}_s"] / split["wall_s"] for part in parts)
         rows.append([name, number(split["wall_s"]), *(f"{share:.1f} %" for share in shares)])
-    return Table("where the time goes, rounds in two programs", ("", "wall s", *parts), rows)
+    return Table("where the time goes", ("", "wall s", *parts), rows)
 
 
 def _cost_table(times: dict[str, Part]) -> Table:

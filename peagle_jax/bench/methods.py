@@ -42,7 +42,9 @@ class Method:
     def draft_lengths(self) -> set[int]:
         """The K that rounds may have: one that is fixed needs no other program."""
         fixed = self.speculative.num_speculative_tokens_per_batch_size
-        return {self.k} if fixed else build.draft_lengths(self.k, self.speculative)
+        head = self.loaded.head
+        kind = head and head.config.method
+        return {self.k} if fixed else build.draft_lengths(self.k, self.speculative, kind)
 
     def described(self) -> dict[str, Any]:
         """For a result."""
@@ -54,9 +56,9 @@ class Method:
         }
 
 
-def _always(k: int) -> SpeculativeOptions:
-    """K drafts in every round."""
-    return SpeculativeOptions(num_speculative_tokens_per_batch_size=((1, 1, k),))
+def _always(k: int, nodes: int | None = None) -> SpeculativeOptions:
+    """K drafts in every round, as a chain or as a tree of so many nodes."""
+    return SpeculativeOptions(num_speculative_tokens_per_batch_size=((1, 1, k),), num_speculative_nodes=nodes)
 
 
 class Models:
@@ -86,7 +88,9 @@ class Models:
         shipped = default_head_path() if self.args.model is None else None
         head = self.args.head or (shipped and str(shipped))
         if not head:
-            raise CommandError("the methods peagle and adaptive need a head: name it with --head")
+            raise CommandError(
+                "the methods peagle, tree and adaptive need a P-EAGLE head: name it with --head"
+            )
         return head
 
     def none(self) -> Method:
@@ -106,16 +110,34 @@ class Models:
         loaded = dataclasses.replace(self.target, num_speculative_tokens=k, lookup=lookup)
         return Method(f"ngram K={k}", "ngram", loaded, _always(k))
 
+    def tree(self, k: int) -> Method:
+        """The likeliest nodes of the head's marginals, all verified in every round."""
+        nodes = self.args.num_speculative_nodes
+        name = f"tree K={k} M={nodes}"
+        return Method(name, "tree", self._with(self._peagle(), k, "peagle"), _always(k, nodes))
+
     def adaptive(self, k: int) -> Method:
-        """As the server comes: each round's K is chosen from measured times."""
+        """As the server comes: how much of a chain a round drafts and verifies is chosen from measured times
+        and the head's confidence."""
         loaded = self._with(self._peagle(), k, None)
         return Method(f"adaptive K<={k}", "adaptive", loaded, SpeculativeOptions())
+
+    def adaptive_tree(self, k: int) -> Method:
+        """The same of a tree."""
+        nodes = self.args.num_speculative_nodes
+        loaded, options = (
+            self._with(self._peagle(), k, "peagle"),
+            SpeculativeOptions(num_speculative_nodes=nodes),
+        )
+        return Method(f"adaptive tree K<={k} M<={nodes}", "adaptive_tree", loaded, options)
 
 
 DRAFTING: dict[str, Callable[[Models, int], Method]] = {
     "peagle": Models.peagle,
     "eagle3": Models.eagle3,
+    "tree": Models.tree,
     "adaptive": Models.adaptive,
+    "adaptive_tree": Models.adaptive_tree,
     "ngram": Models.ngram,
 }
 """By name: what makes a method that drafts, of K."""
@@ -153,7 +175,10 @@ def engines(
         found = []
         for method in methods:
             note(f"compiling {method.name}")
-            decoder = method.loaded.decoder(context, draft_lengths=method.draft_lengths)
+            arrangement = method.speculative.arrangement
+            decoder = method.loaded.decoder(
+                context, draft_lengths=method.draft_lengths, arrangement=arrangement
+            )
             engine = build.build_engine(decoder, method.loaded.target.tokenizer, OPTIONS, method.speculative)
             stack.enter_context(running(engine))
             found.append((method, engine, decoder))

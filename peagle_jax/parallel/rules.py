@@ -198,11 +198,11 @@ def joined(tree: Any) -> Any:
 
 def anywhere(flag: jax.Array) -> jax.Array:
     """A scalar condition, or where replicas are split over ``tensor`` whether any of them meets it: branches
-    may hold collectives there, and all devices must take the same one."""
+    may hold collectives there, and all devices must take the same one. Of a branch's index the largest."""
     mesh = jax.sharding.get_abstract_mesh()
     if _ambient_sizes().get("tensor", 1) == 1 or mesh.shape.get("data", 1) == 1:
         return flag
-    return jax.lax.pmax(flag.astype(jnp.int32), "data") > 0
+    return jax.lax.pmax(flag.astype(jnp.int32), "data").astype(flag.dtype)
 
 
 def gathered(tree: Any) -> Any:

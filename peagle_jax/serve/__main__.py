@@ -31,6 +31,7 @@ from peagle_jax.serve.sampling_defaults import SamplingDefaults, unserved_defaul
 from peagle_jax.serve.server import Server, Tls, bind, bind_unix, run_server, set_up_log, url_of
 from peagle_jax.serve.serving import ServedModel
 from peagle_jax.serve.speculative_config import SpeculativeOptions, parse_speculative_config
+from peagle_jax.speculation import describe
 from peagle_jax.speculative.decoder import Decoder
 
 
@@ -177,6 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "max_num_seqs",
             f"{decoder.batch}" + (f" on each of {decoder.replicas}" if decoder.replicas > 1 else ""),
         ),
+        *([("drafts", describe(decoder.spec))] if loaded.num_speculative_tokens else []),
         ("sampling", f"{served.defaults.describe()} unless a request says otherwise"),
         *([("not applied", ", ".join(not_applied))] if not_applied else []),
         *([("synthetic", "drafts are accepted by chance: answers are not the model's")] if rates else []),

@@ -10,6 +10,7 @@ import jax
 
 from peagle_jax import commands
 from peagle_jax.arguments import CommandError
+from peagle_jax.config import Method
 from peagle_jax.parallel.replicate import Backend
 from peagle_jax.serve.arguments import EngineOptions
 from peagle_jax.serve.draft_length import DraftLength
@@ -49,15 +50,16 @@ def sequences(options: EngineOptions) -> int:
     return options.max_num_seqs or default
 
 
-def draft_lengths(most: int, speculative: SpeculativeOptions) -> set[int]:
-    """The K that rounds may have: none, half and all, or those that were fixed by hand.
+def draft_lengths(most: int, speculative: SpeculativeOptions, method: Method | None) -> set[int]:
+    """The K that rounds may have: none and all, or those that were fixed by hand. Half of them saves an
+    EAGLE-3 head passes, too; a P-EAGLE head makes its one pass; the round verifies fewer (``Arrangement``).
 
     Raises:
         CommandError: one is above ``most``, what the head drafts.
     """
     rows = speculative.num_speculative_tokens_per_batch_size
     if rows is None:
-        return {0, -(-most // 2), most}
+        return {0, most} if method == "peagle" else {0, -(-most // 2), most}
     above = next((k for _, _, k in rows if k > most), None)
     if above is not None:
         raise CommandError(
@@ -92,7 +94,8 @@ def build_decoder(
         rounds=options.rounds_per_dispatch or 1,
         memory_utilization=options.gpu_memory_utilization or MEMORY_UTILIZATION,
         batch=sequences(options),
-        draft_lengths=draft_lengths(loaded.num_speculative_tokens, speculative),
+        draft_lengths=draft_lengths(k, speculative, loaded.head and loaded.head.config.method),
+        arrangement=speculative.arrangement,
         guided=guided,
         synthetic_rates=rates,
     )
@@ -114,7 +117,9 @@ def build_engine(
         enable_prefix_caching=options.enable_prefix_caching is not False,
         max_num_batched_tokens=options.max_num_batched_tokens,
         draft_length=DraftLength(
-            decoder.sizes.drafts, speculative.num_speculative_tokens_per_batch_size or None
+            decoder.sizes.drafts,
+            speculative.num_speculative_tokens_per_batch_size or None,
+            decoder.spec.nodes_of,
         ),
         **observers,
     )

@@ -1,15 +1,17 @@
 """How many tokens a round drafts: never slower than no head. Pure logic, no clock.
 
 A round of K drafts gives 1 + sum of P(at least j accepted), j = 1..K, tokens a sequence on average, in a
-time that depends on how many sequences it serves. The K with the most tokens a second wins. Rounds of idle
-slots, timed before the first request, stand in for the times of a K that no request has had yet.
+time that depends on how many sequences it serves and on how many of its nodes it verifies. The K with the
+most tokens a second wins here; how many nodes are verified the round itself decides, by its drafts' chances
+and the times it is given (``pace``). Rounds of idle slots, timed before the first request, stand in for times
+that no request has had yet.
 """
 
 from __future__ import annotations
 
 import collections
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 MARGIN = 1.05
 """Another K must promise that much more than the one in use, so that noise does not switch."""
@@ -27,6 +29,9 @@ TRIALS = 2
 MEMORY = 0.02
 """Weight of one sequence's round in the running acceptance."""
 
+RECENT = 0.1
+"""Weight of one round in the shares of the numbers of nodes."""
+
 PRIOR = 0.7
 """Share of drafts accepted, given that those before were, until there is evidence."""
 
@@ -40,14 +45,22 @@ class DraftLength:
     Args:
         by_batch_size: fixes K by the number of running sequences instead; the largest compiled K that is
             not above it is used, and the largest of all beyond the ranges.
+        nodes_of: how many nodes a round of K may verify (``SpecConfig.nodes_of``).
     """
 
-    def __init__(self, drafts: Sequence[int], by_batch_size: Sequence[Range] | None = None) -> None:
+    def __init__(
+        self,
+        drafts: Sequence[int],
+        by_batch_size: Sequence[Range] | None = None,
+        nodes_of: Callable[[int], tuple[int, ...]] = lambda k: (k,),
+    ) -> None:
+        self._nodes = {k: nodes_of(k) for k in drafts}
         self.drafts = tuple(sorted(drafts))
         self.rates = [PRIOR**j for j in range(1, self.drafts[-1] + 1)]
         self._fixed = by_batch_size
-        self._times: dict[tuple[int, int], collections.deque[float]] = {}
-        self._idle: dict[tuple[int, int], float] = {}
+        self._times: dict[tuple[int, int, int], collections.deque[float]] = {}
+        self._idle: dict[tuple[int, int, int], float] = {}
+        self._shares: dict[tuple[int, int], dict[int, float]] = {}
         self._current: dict[int, int] = {}
         self._rounds: collections.Counter[int] = collections.Counter()
         self._probes = 0
@@ -55,7 +68,8 @@ class DraftLength:
     @property
     def needs_times(self) -> bool:
         """Whether a choice depends on how long rounds take."""
-        return self._fixed is None and len(self.drafts) > 1
+        several = any(len(nodes) > 1 for nodes in self._nodes.values())
+        return several or (self._fixed is None and len(self.drafts) > 1)
 
     def choose(self, width: int, running: int) -> int:
         """K of the next round, which serves ``running`` sequences in a program of ``width``."""
@@ -65,7 +79,10 @@ class DraftLength:
         if len(self.drafts) == 1:
             return self.drafts[0]
         untried = [
-            k for k in self.drafts if (width, k) not in self._idle and len(self._of(width, k)) < TRIALS
+            k
+            for k in self.drafts
+            if (width, k, self._nodes[k][-1]) not in self._idle
+            and sum(len(self._of(width, k, nodes)) for nodes in self._nodes[k]) < TRIALS
         ]
         if untried:
             return untried[-1]
@@ -80,8 +97,16 @@ class DraftLength:
             return others[self._probes % len(others)]
         return current
 
-    def _of(self, width: int, k: int) -> collections.deque[float]:
-        return self._times.setdefault((width, k), collections.deque(maxlen=SAMPLES))
+    def pace(self, width: int, k: int) -> dict[int, float]:
+        """Seconds that a round of ``width`` and K takes, by how many nodes it verifies. Where some have no
+        time yet, all are as fast, so that the most is verified."""
+        times = {nodes: self._time(width, k, nodes) for nodes in self._nodes[k]}
+        if all(time is not None for time in times.values()):
+            return {nodes: time or 1.0 for nodes, time in times.items()}
+        return dict.fromkeys(times, 1.0)
+
+    def _of(self, width: int, k: int, nodes: int) -> collections.deque[float]:
+        return self._times.setdefault((width, k, nodes), collections.deque(maxlen=SAMPLES))
 
     def tokens(self, k: int) -> float:
         """Tokens that a sequence may expect of a round."""
@@ -89,29 +114,41 @@ class DraftLength:
 
     def speed(self, width: int, k: int) -> float:
         """Tokens a second and sequence; the round must have been measured, or timed idle."""
-        return self.tokens(k) / self._time(width, k)
+        known = {nodes: self._time(width, k, nodes) for nodes in self._nodes[k]}
+        times = {nodes: time for nodes, time in known.items() if time is not None}
+        shares = self._shares.get((width, k), {})
+        weight = sum(shares.get(nodes, 0.0) for nodes in times)
+        if not weight:  # no round yet says how many nodes are worth it
+            return self.tokens(k) / statistics.mean(times.values())
+        return self.tokens(k) * weight / sum(shares.get(nodes, 0) * time for nodes, time in times.items())
 
-    def _time(self, width: int, k: int) -> float:
-        """The median of what was measured; else the idle time, and what requests have added to those of
-        another K of the width (they fill the cache that a round reads)."""
-        if self._of(width, k):
-            return statistics.median(self._of(width, k))
+    def _time(self, width: int, k: int, nodes: int) -> float | None:
+        """The median of what was measured; else the idle time, and what requests have added to the others of
+        the width (they fill the cache that a round reads)."""
+        if self._of(width, k, nodes):
+            return statistics.median(self._of(width, k, nodes))
+        if (width, k, nodes) not in self._idle:
+            return None
         added = [
-            statistics.median(times) / self._idle[width, j]
+            statistics.median(times) / self._idle[width, j, n]
             for j in self.drafts
-            if (times := self._of(width, j)) and (width, j) in self._idle
+            for n in self._nodes[j]
+            if (times := self._of(width, j, n)) and (width, j, n) in self._idle
         ]
-        return self._idle[width, k] * statistics.median(added or [1.0])
+        return self._idle[width, k, nodes] * statistics.median(added or [1.0])
 
-    def timed_idle(self, seconds: Mapping[tuple[int, int], float]) -> None:
-        """The times of rounds of idle slots, by (width, K)."""
+    def timed_idle(self, seconds: Mapping[tuple[int, int, int], float]) -> None:
+        """The times of rounds of idle slots, by (width, K, nodes)."""
         self._idle.update({at: max(time, 1e-9) for at, time in seconds.items()})
 
-    def record(self, width: int, k: int, seconds: float) -> None:
-        """The time of a dispatch that was a round and nothing else."""
-        self._of(width, k).append(max(seconds, 1e-9))
+    def record(self, width: int, k: int, nodes: int, seconds: float) -> None:
+        """The time of a dispatch that was a round and nothing else, and verified so many nodes."""
+        self._of(width, k, nodes).append(max(seconds, 1e-9))
+        shares = self._shares.setdefault((width, k), {nodes: 1.0})
+        for n in self._nodes[k]:
+            shares[n] = shares.get(n, 0.0) * (1 - RECENT) + RECENT * (n == nodes)
 
-    def accepted(self, accepted: int, drafted: int) -> None:
-        """What one sequence's round accepted of its drafts."""
-        for j in range(min(drafted, len(self.rates))):
+    def accepted(self, accepted: int, k: int) -> None:
+        """What one sequence's round of K drafts accepted, however many nodes of them it verified."""
+        for j in range(min(k, len(self.rates))):
             self.rates[j] += MEMORY * ((accepted > j) - self.rates[j])

@@ -22,10 +22,10 @@ import numpy as np
 from peagle_jax.serve.detokenize import Delta
 from peagle_jax.serve.draft_length import DraftLength
 from peagle_jax.serve.job import Job, Plan
-from peagle_jax.serve.live import EngineRequest, EngineSnapshot, FinishedRequest, Live, Ticket, one_line
+from peagle_jax.serve.live import EngineRequest, EngineSnapshot, FinishedRequest, Live, Sent, Ticket, one_line
 from peagle_jax.serve.scheduler import Scheduler
 from peagle_jax.speculative.programs import Progress
-from peagle_jax.speculative.request import Flight, PromptChunk, RoundResult
+from peagle_jax.speculative.request import PromptChunk, RoundResult
 
 log = logging.getLogger(__name__)
 
@@ -34,15 +34,6 @@ State = Literal["new", "warming", "ready", "failed", "stopped"]
 
 class EngineStoppedError(RuntimeError):
     """The engine takes no more requests; the message says why."""
-
-
-@dataclasses.dataclass
-class _Sent:
-    """A dispatch on its way: each flight with the jobs in its slots, and their epochs."""
-
-    flights: list[tuple[Flight, dict[int, tuple[Job, int]], int | None]]  # the last is K; None: a prompt
-    began: float
-    timed: tuple[int, int] | None = None  # (width, K) of a dispatch that was a round and nothing else
 
 
 class Engine:
@@ -95,7 +86,7 @@ class Engine:
         )
         self._draft_length = draft_length or DraftLength(sizes.drafts)
         self._live: dict[Job, Live] = {}
-        self._sent: collections.deque[_Sent] = collections.deque()
+        self._sent: collections.deque[Sent] = collections.deque()
         self._last_read = 0.0
         self._totals = EngineSnapshot(accepted_per_pos=(0,) * num_speculative_tokens)
         self.state: State = "new"
@@ -252,7 +243,7 @@ class Engine:
 
     # -- dispatches --------------------------------------------------------------------------
 
-    def _dispatch(self, plan: Plan) -> _Sent:
+    def _dispatch(self, plan: Plan) -> Sent:
         decoder, flights = self._decoder, []
         began = time.perf_counter()
         if plan.pool is not None:
@@ -292,11 +283,11 @@ class Engine:
                     active, k, lambda slot, drafts: self._window(active[slot], drafts), drafting
                 )
             else:
-                flight = decoder.round(active, k, drafting)
+                flight = decoder.round(active, k, drafting, self._draft_length.pace(width, k))
                 if not (plan.chunks or plan.copies or plan.pool):
                     timed = width, k
             flights.append((flight, {slot: (x.job, x.job.epoch) for slot, x in active.items()}, k))
-        return _Sent(flights, began, timed)
+        return Sent(flights, began, timed)
 
     def _window(self, live: Live, drafts: Sequence[int]) -> tuple[Sequence[int], np.ndarray] | None:
         """What the request's grammar makes of a window; None (all is allowed) if it has none or has failed,
@@ -312,9 +303,11 @@ class Engine:
 
     # -- results -----------------------------------------------------------------------------
 
-    def _read(self, sent: _Sent) -> None:
+    def _read(self, sent: Sent) -> None:
+        nodes = 0
         for flight, jobs, k in sent.flights:
             for results in self._decoder.results(flight):
+                nodes = max([nodes, *(result.drafted for result in results.values())])
                 for slot, result in results.items():
                     job, epoch = jobs[slot]
                     # Results of a request that has left its slot since are stale.
@@ -322,8 +315,8 @@ class Engine:
                     if live is not None and job.epoch == epoch and live.problem is None:
                         self._take(live, result, k)
         now = time.perf_counter()
-        if sent.timed is not None:
-            self._draft_length.record(*sent.timed, now - max(sent.began, self._last_read))
+        if sent.timed is not None and (nodes or not sent.timed[1]):
+            self._draft_length.record(*sent.timed, nodes, now - max(sent.began, self._last_read))
         self._last_read = now
 
     def _take(self, live: Live, result: RoundResult, k: int | None) -> None:
@@ -338,7 +331,7 @@ class Engine:
         if delta is None:
             return
         if result.drafted:
-            self._draft_length.accepted(result.accepted, result.drafted)
+            self._draft_length.accepted(result.accepted, k or 0)
             per_position = list(self._totals.accepted_per_pos)
             for position in range(result.accepted):
                 per_position[position] += 1

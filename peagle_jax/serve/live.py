@@ -11,7 +11,7 @@ from typing import Any
 from peagle_jax.serve.detokenize import Answer, Delta
 from peagle_jax.serve.grammar import GrammarSpec
 from peagle_jax.serve.scheduler import Job
-from peagle_jax.speculative.request import Request, RoundResult, kept_by_grammar
+from peagle_jax.speculative.request import Flight, Request, RoundResult, kept_by_grammar
 from peagle_jax.speculative.rules import TokenMatcher
 from peagle_jax.speculative.sampling import SamplingParams, TokenLogprob
 from peagle_jax.speculative.statistics import AcceptanceStatistics
@@ -176,3 +176,12 @@ def one_line(error: Exception) -> str:
     """An exception's first line, for a client."""
     lines = str(error).splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+@dataclasses.dataclass
+class Sent:
+    """A dispatch on its way: each flight with the jobs in its slots, and their epochs."""
+
+    flights: list[tuple[Flight, dict[int, tuple[Job, int]], int | None]]  # the last is K; None: a prompt
+    began: float
+    timed: tuple[int, int] | None = None  # (width, K) of a dispatch that was a round and nothing else

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import itertools
 import json
@@ -9,6 +10,7 @@ from typing import Any
 
 from peagle_jax.arguments import CommandError
 from peagle_jax.config import Method
+from peagle_jax.speculation import Arrangement
 from peagle_jax.speculative.lookup import Lookup
 
 METHODS: dict[str, Method] = {"eagle3": "eagle3", "peagle": "peagle", "p_eagle": "peagle"}
@@ -25,7 +27,8 @@ class SpeculativeOptions:
     ``method`` is resolved: vLLM writes P-EAGLE as eagle3 with ``parallel_drafting``. ``speculate`` tells
     that one of these was named, so that a head must be there. ``num_speculative_tokens_per_batch_size``
     are (from, to, K), the sizes included; ``synthetic_acceptance_rates`` are those of the draft positions,
-    each of all rounds, for benchmarks. ``lookup`` is the method ngram's, which has no head.
+    each of all rounds, for benchmarks. The next three are trees, see ``speculation.Arrangement``. ``lookup``
+    is the method ngram's, which has no head.
     """
 
     model: str | None = None
@@ -35,7 +38,17 @@ class SpeculativeOptions:
     num_speculative_tokens_per_batch_size: BatchSizes | None = None
     synthetic_acceptance_rates: tuple[float, ...] | None = None
     draft_tensor_parallel_size: int | None = None
+    num_speculative_nodes: int | None = None
+    speculative_token_tree: tuple[tuple[int, ...], ...] = ()
+    num_trees: int = 1
     lookup: Lookup | None = None
+
+    @property
+    def arrangement(self) -> Arrangement:
+        """Rounds adapt, unless lengths or rates are fixed by hand."""
+        fixed = self.num_speculative_tokens_per_batch_size or self.synthetic_acceptance_rates
+        nodes, paths = self.num_speculative_nodes or 0, self.speculative_token_tree
+        return Arrangement(nodes, paths, self.num_trees, adaptive=fixed is None)
 
     @property
     def off(self) -> bool:
@@ -53,6 +66,8 @@ _KNOWN: dict[str, tuple[type, ...]] = {
     "num_speculative_tokens_per_batch_size": (list,),
     "synthetic_acceptance_rates": (list,),
     "draft_tensor_parallel_size": (int,),
+    "num_speculative_nodes": (int,),
+    "speculative_token_tree": (str, list),
     "prompt_lookup_max": (int,),
     "prompt_lookup_min": (int,),
 }
@@ -102,15 +117,50 @@ def parse_speculative_config(text: str) -> SpeculativeOptions:
         _batch_sizes(values.get("num_speculative_tokens_per_batch_size")),
         _rates(values.get("synthetic_acceptance_rates")),
         values.get("draft_tensor_parallel_size"),
+        *_tree(values),
         _lookup(values),
     )
 
 
-def _with_spec(values: dict[str, Any]) -> dict[str, Any]:
-    """``parallel_drafting_spec`` in terms of the other keys: true or false, or how deep and wide to draft.
+def _tree(values: dict[str, Any]) -> tuple[int | None, tuple[tuple[int, ...], ...], int]:
+    """Nodes, paths and trees: at most one of them is asked for."""
+    nodes, trees = values.get("num_speculative_nodes"), values.get("num_trees", 1)
+    paths = _paths(values.get("speculative_token_tree"))
+    asked = {
+        "num_speculative_nodes": bool(nodes),
+        "speculative_token_tree": bool(paths),
+        "parallel_drafting_spec's num_trees": trees > 1,
+    }
+    named = [name for name, is_asked in asked.items() if is_asked]
+    if len(named) > 1:
+        raise CommandError(f"{_FLAG}: {' and '.join(named)} are different trees; leave all but one out")
+    if nodes is not None and nodes < 0:
+        raise CommandError(f"{_FLAG}: num_speculative_nodes must be 0 (a chain) or more, found {nodes}")
+    return nodes, paths, trees
 
-    It is the name that the project's users on SageMaker know; vLLM has ``parallel_drafting`` alone. A chain
-    has width 1.
+
+def _paths(value: str | list[Any] | None) -> tuple[tuple[int, ...], ...]:
+    """vLLM's text of a list of tuples, or a list of lists."""
+    if value is None:
+        return ()
+    try:
+        found = ast.literal_eval(value) if isinstance(value, str) else value
+        paths = [tuple(path) for path in found]
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        paths = []
+    if not paths or not all(type(rank) is int for path in paths for rank in path):
+        raise CommandError(
+            f"{_FLAG}: speculative_token_tree must be a list of paths such as [(0,), (1,), (0, 0)], "
+            f"found {json.dumps(value)[:60]}"
+        )
+    return tuple(paths)
+
+
+def _with_spec(values: dict[str, Any]) -> dict[str, Any]:
+    """``parallel_drafting_spec`` in terms of the other keys: true or false, or its depth (K) and number of
+    trees, which is that of the candidates for the first position.
+
+    It is the name that the project's users on SageMaker know; vLLM has ``parallel_drafting`` alone.
     """
     spec = values.pop("parallel_drafting_spec", None)
     if spec is None:
@@ -121,18 +171,16 @@ def _with_spec(values: dict[str, Any]) -> dict[str, Any]:
         parallel = True
     where = f"{_FLAG}: parallel_drafting_spec"
     for key, value in spec.items():
-        if key not in ("depth", "width"):
-            raise CommandError(f"{where} has the unknown key {key!r}; valid keys are depth, width")
+        if key not in ("depth", "num_trees"):
+            raise CommandError(f"{where} has the unknown key {key!r}; valid keys are depth, num_trees")
         if type(value) is not int or value < 1:
             raise CommandError(f"{where}: {key} must be a whole number of at least 1, found {value!r:.40}")
-    if spec.get("width", 1) != 1:
-        raise CommandError(f"{where}: width must be 1, a chain; trees are not served")
     if values.get("parallel_drafting") not in (None, parallel):
         raise CommandError(f"{where} contradicts parallel_drafting; leave one of them out")
     depth = spec.get("depth")
     if depth is not None and values.get("num_speculative_tokens") not in (None, depth):
         raise CommandError(f"{where}: depth contradicts num_speculative_tokens; leave one of them out")
-    found = values | {"parallel_drafting": parallel}
+    found = values | {"parallel_drafting": parallel, "num_trees": spec.get("num_trees", 1)}
     return found if depth is None else found | {"num_speculative_tokens": depth}
 
 

@@ -11,8 +11,9 @@ import numpy as np
 
 from peagle_jax.config import ConfigError, DrafterConfig, SpecConfig, TargetConfig
 from peagle_jax.drafter.head import DrafterParams
-from peagle_jax.models.stack import TargetParams, check_taps
+from peagle_jax.models.stack import TargetParams
 from peagle_jax.speculative.cache import storage_dtype
+from peagle_jax.speculative.pair import check_pair
 from peagle_jax.speculative.placement import Placement
 from peagle_jax.speculative.programs import Dispatch, Programs, Progress
 from peagle_jax.speculative.request import (
@@ -25,7 +26,6 @@ from peagle_jax.speculative.request import (
     settings_of,
 )
 from peagle_jax.speculative.results import local_rows, read
-from peagle_jax.speculative.round import Models
 from peagle_jax.speculative.rules import all_allowed
 from peagle_jax.speculative.sampling import SamplingParams
 from peagle_jax.speculative.sizes import (
@@ -40,34 +40,13 @@ from peagle_jax.speculative.sizes import (
     scratch_of,
     widths_of,
 )
-from peagle_jax.speculative.state import Chunk, Copy, RoundOutput, Turn
-
-
-def check_pair(target: TargetConfig, drafter: DrafterConfig, num_speculative_tokens: int) -> None:
-    """Raises ConfigError unless the head fits the target and was trained for that many drafts."""
-    if drafter.target_hidden_size != target.hidden_size:
-        raise ConfigError(
-            f"the head reads a target of hidden size {drafter.target_hidden_size}, this target has "
-            f"{target.hidden_size}; use the head that was trained for this model"
-        )
-    if drafter.vocab_size != target.vocab_size:
-        raise ConfigError(
-            f"the head was made for a vocabulary of {drafter.vocab_size}, this target has "
-            f"{target.vocab_size}; use the head that was trained for this model"
-        )
-    try:
-        check_taps(target, drafter.taps)
-    except ValueError as error:
-        raise ConfigError(f"the head does not fit: {error}") from error
-    if drafter.method == "peagle" and num_speculative_tokens > drafter.num_depths:
-        raise ConfigError(
-            f"num_speculative_tokens is {num_speculative_tokens}, but the head was trained for "
-            f"{drafter.num_depths}; ask for at most {drafter.num_depths}"
-        )
+from peagle_jax.speculative.state import Chunk, Copy, Models, RoundOutput, Turn
 
 
 class Decoder:
     """A pool of slots on each of R replicas, in which requests are decoded side by side.
+
+    ``calibration``, float32 (K, 2), may be set at any time: see ``tree.calibrated``.
 
     Slots are numbered 0..R*batch-1; slot s is row s // R of replica s % R, so that the first slots
     are spread over the replicas. A request joins by its prompt's chunks (``prefill``), takes part in rounds
@@ -77,7 +56,8 @@ class Decoder:
     Args:
         batch: slots of a replica.
         placement: the devices, and how many of them are a replica (default: the first, alone).
-        draft_lengths: the K that rounds may have (default: that of ``spec`` alone).
+        draft_lengths: the K that rounds may have (default: that of ``spec`` alone). Fewer than ``spec``'s
+            are a chain.
         widths: how many of a replica's first slots a round may serve (default: powers of two).
         kv_tokens: positions that fit the memory, of all slots of a replica together (default: as many as
             needed). Where they do not suffice for ``batch`` whole contexts, the pool has more slots for
@@ -87,7 +67,7 @@ class Decoder:
         int8_cache: keeps the target's keys and values in int8 (the head's have the target's dtype).
 
     Raises:
-        ConfigError: the head does not fit the target, K is above what it was trained for, one
+        ConfigError: the head does not fit the target, K or the tree is above what it can draft, one
             context needs more than ``kv_tokens``, or a dimension cannot be split over a replica's devices.
     """
 
@@ -117,8 +97,8 @@ class Decoder:
         elif drafter is None or drafter_params is None:
             raise ConfigError("num_speculative_tokens is above 0, but no head was given")
         else:
-            check_pair(target, drafter, spec.num_speculative_tokens)
             spec = dataclasses.replace(spec, method=drafter.method)
+            check_pair(target, drafter, spec)
         if not 0 < max_model_len <= target.max_position:
             raise ConfigError(
                 f"max_model_len is {max_model_len}; this target takes 1 to {target.max_position}"
@@ -133,12 +113,13 @@ class Decoder:
         self.target, self.drafter, self.spec = target, drafter, spec
         self.max_model_len, self.batch = max_model_len, batch
         self._all_allowed = all_allowed(target.vocab_size)
+        self.calibration = np.tile(np.float32([1, 0]), (most, 1))
         platform = self.placement.mesh.devices.flat[0].platform
         # A CPU computes what it dispatches: reading late only adds a wasted round there.
         self.lookahead = (0 if platform == "cpu" else 1) if lookahead is None else lookahead
         chunk = min(prefill_chunk, max_model_len)
         self._programs = Programs(
-            Models(target, drafter, most, synthetic_rates if most else None, int8_cache),
+            Models(target, drafter, spec, synthetic_rates if most else None, int8_cache),
             self.placement.weights(weights),
             Sizes(
                 pools=pools_of(batch, max_model_len, scratch_of(chunk, spec), kv_tokens, smallest_cache),
@@ -206,9 +187,9 @@ class Decoder:
         """
         self._programs.warm_up(progress, lambda width: self._chunk({}, width), self._turn((), None))
 
-    def idle_rounds(self, clock: Callable[[], float]) -> dict[tuple[int, int], float]:
-        """Seconds of ``clock`` that a round takes which serves nobody, by (width, K), in the first pool.
-        Slots are emptied."""
+    def idle_rounds(self, clock: Callable[[], float]) -> dict[tuple[int, int, int], float]:
+        """Seconds of ``clock`` that a round takes which serves nobody, by (width, K, nodes verified), in the
+        first pool. Slots are emptied."""
         self.start_over(self.sizes.pools[0])
         return self._programs.idle_rounds(self._turn((), None), clock)
 
@@ -236,12 +217,20 @@ class Decoder:
             parts.append(Chunk(slot, start, tokens[0], tokens[1], count, np.bool_(final), mask, settings))
         return jax.tree.map(lambda *leaves: np.stack(leaves), *parts)
 
-    def _turn(self, active: Collection[int], drafting: Collection[int] | None) -> Turn:
+    def _turn(
+        self,
+        active: Collection[int],
+        drafting: Collection[int] | None,
+        pace: Mapping[int, float] | None = None,
+    ) -> Turn:
         flags = np.zeros((2, self.replicas, self.pool.slots), bool)
         for flag, slots in zip(flags, (active, active if drafting is None else drafting), strict=True):
             for slot in slots:
                 flag[slot % self.replicas, self._row(slot)] = True
-        return Turn(active=flags[0], drafting=flags[1])
+        widths = self.spec.nodes_of(self.spec.num_speculative_tokens)
+        times = np.float32([(pace or {}).get(nodes, 1.0) for nodes in widths])
+        shared = (np.broadcast_to(x, (self.replicas, *x.shape)) for x in (times, self.calibration))
+        return Turn(*flags, *shared)
 
     def _row(self, slot: int) -> int:
         return slot // self.replicas
@@ -263,10 +252,20 @@ class Decoder:
         slots = tuple([by_replica[r].slot] if r in by_replica else [] for r in range(self.replicas))
         return Flight(output, slots, tuple(chunks))
 
-    def round(self, active: Collection[int], k: int, drafting: Collection[int] | None = None) -> Flight:
-        """Rounds of K drafts for the ``active`` slots; those not ``drafting`` (default: all) go without."""
+    def round(
+        self,
+        active: Collection[int],
+        k: int,
+        drafting: Collection[int] | None = None,
+        pace: Mapping[int, float] | None = None,
+    ) -> Flight:
+        """Rounds of K drafts for the ``active`` slots; those not ``drafting`` (default: all) go without.
+
+        ``pace`` are seconds that a round takes which verifies so many nodes, of those that rounds may
+        (``SpecConfig.nodes_of``): the most tokens a second are sought (default: the most tokens).
+        """
         width = self.width_for(active)
-        return self._flight(self._programs.rounds(self._turn(active, drafting), width, k), width)
+        return self._flight(self._programs.rounds(self._turn(active, drafting, pace), width, k), width)
 
     def guided_round(
         self,
@@ -286,6 +285,10 @@ class Decoder:
             if found is not None:
                 tokens[r, row, 1:], masks[r, row] = found
         return self._flight(self._programs.verify(turn, tokens, masks), width)
+
+    def draft(self, active: Collection[int], k: int) -> jax.Array:
+        """The drafts of a round of K alone, of which nothing is kept: to see how long they take."""
+        return self._programs.draft(self._turn(active, None), self.width_for(active, guided=True), k)
 
     def copy(self, source: int, target: int, count: int) -> None:
         """Copies a slot to another of its replica: the first ``count`` positions, and all else.

@@ -1,4 +1,4 @@
-"""Drafting: K guesses from one parallel pass (P-EAGLE) or from K passes in a scan (EAGLE-3)."""
+"""Drafting: candidates for K positions from one parallel pass (P-EAGLE) or K passes in a scan (EAGLE-3)."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ from typing import cast
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array
 
 from peagle_jax.config import DrafterConfig
 from peagle_jax.drafter.head import DrafterParams, draft_logits, forward_cached, fuse, to_target_ids
 from peagle_jax.layers.attention import causal_mask
 from peagle_jax.speculative.cache import KVCache, write
-from peagle_jax.speculative.rules import choose, only
+from peagle_jax.speculative.rules import choose, estimates, only
+from peagle_jax.speculative.sampling import best_tokens
 from peagle_jax.speculative.state import DecodeState, Pending
+from peagle_jax.speculative.tree import Marginals
 
 
 def _run(
@@ -62,12 +64,19 @@ def catch_up(p: DrafterParams, cfg: DrafterConfig, state: DecodeState) -> Decode
     return state.replace(drafter_cache=cache, pending=pending)
 
 
-def _choose(p: DrafterParams, cfg: DrafterConfig, state: DecodeState, h: Array, first: Array) -> Array:
-    """Target ids drafted from hidden states (B, J, D) whose tokens lie at ``first`` (B,) and on."""
+def _candidates(
+    p: DrafterParams, cfg: DrafterConfig, state: DecodeState, h: Array, first: Array, count: int
+) -> Marginals:
+    """Target ids drafted from hidden states (B, J, D) whose tokens lie at ``first`` (B,) and on. With no
+    ``count`` it is one a position, without an estimate."""
     positions = first[:, None] + jnp.arange(h.shape[1])
-    rules = only(state.settings.rules, state.ready)
-    chosen = choose(draft_logits(p, cfg, h), positions, None, rules, token_ids=p.draft_to_target)
-    return to_target_ids(p, chosen)
+    rules, logits = only(state.settings.rules, state.ready), draft_logits(p, cfg, h)
+    if not count:
+        chosen = choose(logits, positions, None, rules, token_ids=p.draft_to_target)
+        return Marginals(to_target_ids(p, chosen)[..., None], None)
+    scores = estimates(logits, positions, rules, p.draft_to_target)
+    top, ids = best_tokens(scores, count)
+    return Marginals(to_target_ids(p, ids), top - jax.nn.logsumexp(scores, axis=-1, keepdims=True))
 
 
 def _rows(x: Array, index: Array) -> Array:
@@ -75,12 +84,12 @@ def _rows(x: Array, index: Array) -> Array:
 
 
 def draft_parallel(
-    p: DrafterParams, cfg: DrafterConfig, state: DecodeState, k: int, width: int
-) -> tuple[Int[Array, "b k"], KVCache]:
-    """K drafts from one pass over ``width`` + K - 1 positions (p-eagle-spec 2.3).
-
-    At most ``width`` of them are pending. Row i is a committed position while i < count, then a mask.
-    Rows past the K-1 masks are padding: causally invisible to the real ones and overwritten later.
+    p: DrafterParams, cfg: DrafterConfig, state: DecodeState, k: int, width: int, count: int
+) -> tuple[Marginals, KVCache]:
+    """``count`` candidates for each of K positions from one pass (p-eagle-spec 2.3), which has ``width`` +
+    K - 1 rows. At most ``width`` of them are pending. Row i is a committed position while i < the pending
+    count, then a mask. Rows past the K-1 masks are padding: causally invisible to the real ones and
+    overwritten later.
     """
     pending, cache = cast(Pending, state.pending), cast(KVCache, state.drafter_cache)
     row, pad = jnp.arange(width + k - 1), k - 1
@@ -93,27 +102,30 @@ def draft_parallel(
     known = jnp.where(state.ready, base, 0)
     h, cache = _run(p, cfg, cache, tokens, fuse(p, cfg, features), base, known, 0)
     rows = jnp.maximum(pending.count - 1, 0)[:, None] + jnp.arange(k)
-    return _choose(p, cfg, state, _rows(h, rows), state.length + 1), cache
+    return _candidates(p, cfg, state, _rows(h, rows), state.length + 1, count), cache
 
 
 def draft_sequential(
-    p: DrafterParams, cfg: DrafterConfig, state: DecodeState, k: int, width: int
-) -> tuple[Int[Array, "b k"], KVCache]:
-    """K drafts from K passes: each later position reads the previous draft and the head's own
-    pre-norm state in place of the feature (p-eagle-spec 3.10)."""
+    p: DrafterParams, cfg: DrafterConfig, state: DecodeState, k: int, width: int, count: int
+) -> tuple[Marginals, KVCache]:
+    """One candidate for each of K positions from K passes: each later one reads the draft before it and the
+    head's own pre-norm state in place of the feature (p-eagle-spec 3.10)."""
     pending, cache = cast(Pending, state.pending), cast(KVCache, state.drafter_cache)
     base, ready = state.length - pending.count, state.ready
     g = fuse(p, cfg, pending.features[:, :width])
     h, cache = _run(p, cfg, cache, pending.tokens[:, :width], g, base, jnp.where(ready, base, 0), 0)
     h = _rows(h, jnp.maximum(pending.count - 1, 0)[:, None])
-    first = _choose(p, cfg, state, h, state.length + 1)
+    first = _candidates(p, cfg, state, h, state.length + 1, count)
 
-    def step(carry: tuple, i: Array) -> tuple[tuple, Array]:
+    def step(carry: tuple, i: Array) -> tuple[tuple, Marginals]:
         cache, token, h = carry
         at = state.length + i
         h, cache = _run(p, cfg, cache, token, h, at, jnp.where(ready, at, 0), 0)
-        token = _choose(p, cfg, state, h, state.length + 2 + i)
-        return (cache, token, h), token[:, 0]
+        found = _candidates(p, cfg, state, h, state.length + 2 + i, count)
+        return (cache, found.tokens[..., 0], h), found
 
-    (cache, _, _), rest = jax.lax.scan(step, (cache, first, h), jnp.arange(k - 1))
-    return jnp.concatenate([first, rest.T], axis=1), cache
+    (cache, _, _), rest = jax.lax.scan(step, (cache, first.tokens[..., 0], h), jnp.arange(k - 1))
+    joined = jax.tree.map(
+        lambda one, more: jnp.concatenate([one, more[:, :, 0].swapaxes(0, 1)], axis=1), first, rest
+    )
+    return joined, cache

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from peagle_jax.parallel.rules import anywhere, by_part, joined
-from peagle_jax.speculative.sampling import MAX_LOGPROBS, TokenLogprob
+from peagle_jax.parallel.rules import anywhere
+from peagle_jax.speculative.sampling import MAX_LOGPROBS, TokenLogprob, best_tokens
 
 PROMPT_BLOCK = 8
 """Prompt positions scored at once: bounds the logits that a whole chunk would need."""
@@ -34,28 +34,13 @@ def _report(logits: Float[Array, "b t v"], tokens: Int[Array, "b t"]) -> Logprob
     total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     is_own = jnp.arange(logits.shape[-1]) == tokens[..., None]
     own = jnp.sum(jnp.where(is_own, logits, 0), axis=-1, keepdims=True)  # a gather would want whole rows
-    top, ids = _best(logits, min(MAX_LOGPROBS, logits.shape[-1]))
+    top, ids = best_tokens(logits, min(MAX_LOGPROBS, logits.shape[-1]))
     return LogprobReport(
         logprob=(own - total)[..., 0],
         rank=1 + jnp.sum(logits > own, axis=-1, dtype=jnp.int32),
         top_ids=ids.astype(jnp.int32),
         top=top - total,
     )
-
-
-def _best(logits: Float[Array, "b t v"], n: int) -> tuple[Array, Array]:
-    """The n largest logits of each row and their ids, largest first, of equal ones the lower id. Each part of
-    a split vocabulary gives its own best, and the best of all are among these."""
-
-    def own(part: Array, first: Array | int) -> tuple[Array, Array]:
-        top, ids = jax.lax.top_k(part, min(n, part.shape[-1]))
-        return top, ids + first
-
-    top, ids = joined(by_part(own, logits, "vocabulary"))
-    if top.shape[-1] == n:
-        return top, ids
-    top, at = jax.lax.top_k(top, n)
-    return top, jnp.take_along_axis(ids, at, axis=-1)
 
 
 def _zeros(tokens: Int[Array, "b t"], vocab_size: int) -> LogprobReport:
@@ -69,12 +54,16 @@ def _zeros(tokens: Int[Array, "b t"], vocab_size: int) -> LogprobReport:
 
 
 def report_logprobs(
-    logits: Float[Array, "b t v"], tokens: Int[Array, "b t"], wanted: Bool[Array, ""]
+    logits: Float[Array, "b w v"],
+    tokens: Int[Array, "b t"],
+    wanted: Bool[Array, ""],
+    rows: Callable[[Array], Array] = lambda x: x,
 ) -> LogprobReport:
-    """Reports ``tokens`` under the raw logits of the rows that chose them, if ``wanted``."""
+    """Reports ``tokens`` under the raw logits of the rows that chose them, if ``wanted``; ``rows`` takes them
+    from all."""
     v = logits.shape[-1]
     wanted = anywhere(wanted)
-    return jax.lax.cond(wanted, lambda x: _report(x, tokens), lambda _: _zeros(tokens, v), logits)
+    return jax.lax.cond(wanted, lambda x: _report(rows(x), tokens), lambda _: _zeros(tokens, v), logits)
 
 
 def report_prompt(

@@ -29,6 +29,10 @@ class Lookup(NamedTuple):
     most: int = 4
     least: int = 2
 
+    @property
+    def described(self) -> str:
+        return f"lookup of the last {self.most} to {self.least} (ngram)"
+
 
 def find_drafts(tokens: Sequence[int], k: int, lookup: Lookup) -> list[int]:
     """The K tokens (or fewer, at the end) that followed the most recent earlier occurrence of the last n
@@ -64,8 +68,16 @@ class LookupDecoder(Decoder):
     """
 
     def __init__(
-        self, target: TargetConfig, params: TargetParams, k: int, lookup: Lookup, **options: Any
+        self,
+        target: TargetConfig,
+        params: TargetParams,
+        k: int,
+        lookup: Lookup,
+        rounds: int = 1,
+        **options: Any,
     ) -> None:
+        if rounds != 1:
+            raise ConfigError(f"the method ngram takes 1 round a dispatch, found {rounds}; leave it out")
         if not 1 <= lookup.least <= lookup.most:
             raise ConfigError(
                 f"prompt_lookup_min must be in 1..prompt_lookup_max, found {lookup.least} and {lookup.most}"
@@ -101,7 +113,7 @@ class LookupDecoder(Decoder):
         window = np.zeros((self.replicas, width, self._k + 1), np.int32)
         return self._programs.verify(self._turn((), None), window, None)
 
-    def idle_rounds(self, clock: Callable[[], float]) -> dict[tuple[int, int], float]:
+    def idle_rounds(self, clock: Callable[[], float]) -> dict[tuple[int, int, int], float]:
         found = super().idle_rounds(clock)
         for width in self.sizes.widths_of(self.pool):
             times = []
@@ -110,7 +122,7 @@ class LookupDecoder(Decoder):
                 began = clock()
                 jax.block_until_ready(self._verify_nothing(width))
                 times.append(clock() - began)
-            found[width, self._k] = min(times)
+            found[width, self._k, self._k] = min(times)
         return found
 
     # -- dispatches --------------------------------------------------------------------------
@@ -121,7 +133,13 @@ class LookupDecoder(Decoder):
             self._unread.add(chunk.slot)
         return super().prefill(chunks)
 
-    def round(self, active: Collection[int], k: int, drafting: Collection[int] | None = None) -> Flight:
+    def round(
+        self,
+        active: Collection[int],
+        k: int,
+        drafting: Collection[int] | None = None,
+        pace: Mapping[int, float] | None = None,
+    ) -> Flight:
         return self.verify_drafts(active, self.look_up(active, k, drafting))
 
     def look_up(

@@ -18,10 +18,19 @@ import numpy as np
 
 from peagle_jax.speculative import round as steps
 from peagle_jax.speculative.placement import Placement
-from peagle_jax.speculative.round import Models
 from peagle_jax.speculative.rules import all_allowed
 from peagle_jax.speculative.sizes import Pool, Sizes
-from peagle_jax.speculative.state import Chunk, Copy, DecodeState, RoundOutput, Settings, Turn, empty_state
+from peagle_jax.speculative.state import (
+    Chunk,
+    Copy,
+    DecodeState,
+    Models,
+    Params,
+    RoundOutput,
+    Settings,
+    Turn,
+    empty_state,
+)
 
 _START_OVER = "start_over"
 
@@ -56,7 +65,7 @@ class Programs:
     def __init__(
         self,
         models: Models,
-        params: steps.Params,
+        params: Params,
         sizes: Sizes,
         settings: Settings,
         placement: Placement,
@@ -211,19 +220,28 @@ class Programs:
         self.start_over(self.sizes.pools[0])
         jax.block_until_ready(self.state)
 
-    def idle_rounds(self, still: Turn, clock: Callable[[], float]) -> dict[tuple[int, int], float]:
-        """Seconds of ``clock`` that a round takes which serves nobody, by width and K, in the first pool."""
+    def idle_rounds(self, still: Turn, clock: Callable[[], float]) -> dict[tuple[int, int, int], float]:
+        """Seconds of ``clock`` that a round takes which serves nobody, by width, K and nodes verified, in the
+        first pool."""
         found = {}
         for width in self.sizes.widths_of(self.sizes.pools[0]):
             for k in self.sizes.drafts:
-                times = []
-                for _ in range(IDLE_ROUNDS):
-                    self._pending = 0  # nobody waits for the drafter
-                    jax.block_until_ready(self.state)
-                    began = clock()
-                    jax.block_until_ready(self.rounds(still, width, k))
-                    times.append(clock() - began)
-                found[width, k] = min(times)
+                every = self.models.spec.nodes_of(k)
+                for i, nodes in enumerate(every):
+                    # The others would take forever.
+                    pace = np.broadcast_to(
+                        np.float32([1 if j == i else np.inf for j in range(len(every))]),
+                        (self.replicas, len(every)),
+                    )
+                    turn = still.replace(pace=pace) if len(every) > 1 else still
+                    times = []
+                    for _ in range(IDLE_ROUNDS):
+                        self._pending = 0  # nobody waits for the drafter
+                        jax.block_until_ready(self.state)
+                        began = clock()
+                        jax.block_until_ready(self.rounds(turn, width, k))
+                        times.append(clock() - began)
+                    found[width, k, nodes] = min(times)
         return found
 
     def _uses(
@@ -232,7 +250,8 @@ class Programs:
         """The programs of pool ``i``: what each is, and a call that runs it."""
         pools = self.sizes.pools
         pool = pools[i]
-        turn = jax.tree.map(lambda x: x[:, : pool.slots], still)
+        active, drafting = (x[:, : pool.slots] for x in (still.active, still.drafting))
+        turn = still.replace(active=active, drafting=drafting)
         for chunk in self.sizes.chunks:
             yield f"prompt chunk of {chunk}", lambda n=chunk: self.prefill(idle(n))
         for width in self.sizes.widths_of(pool):

@@ -6,15 +6,12 @@ first B slots of the state (``slots_of``), a prompt chunk on one; the others are
 
 from __future__ import annotations
 
-import dataclasses
 from typing import cast
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, UInt32
+from jaxtyping import Array, Int
 
-from peagle_jax.config import DrafterConfig, TargetConfig
-from peagle_jax.drafter.head import DrafterParams
 from peagle_jax.layers.attention import causal_mask
 from peagle_jax.models import stack
 from peagle_jax.models.stack import TargetOutput, TargetParams
@@ -22,38 +19,29 @@ from peagle_jax.speculative import draft
 from peagle_jax.speculative.cache import KVCache, copy_slot, reshaped, write
 from peagle_jax.speculative.logprobs import report_logprobs, report_prompt
 from peagle_jax.speculative.rules import advance, choose, only
-from peagle_jax.speculative.sampling import uniform_noise
 from peagle_jax.speculative.state import (
     Chunk,
     Copy,
     DecodeState,
+    Models,
+    Params,
     Pending,
     RoundOutput,
     Turn,
     slots_of,
     with_slots_of,
 )
-
-Params = tuple[TargetParams, DrafterParams | None]
-
-
-@dataclasses.dataclass(frozen=True)
-class Models:
-    """The static part of every step. ``most_drafts`` is the largest K: what a draft pass has room for.
-
-    ``synthetic_rates``, for benchmarks, accept drafts by chance instead (vLLM's synthetic_acceptance_rates):
-    in so great a share of all rounds that of each position. ``int8_cache`` is the form of the target's.
-    """
-
-    target: TargetConfig
-    drafter: DrafterConfig | None
-    most_drafts: int
-    synthetic_rates: tuple[float, ...] | None = None
-    int8_cache: bool = False
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return () if self.drafter is None else self.drafter.taps
+from peagle_jax.speculative.tree import (
+    Marginals,
+    Tree,
+    best_tree,
+    calibrated,
+    candidates_of,
+    chain_paths,
+    fixed_tree,
+    ordered_paths,
+)
+from peagle_jax.speculative.verify import finish, verify_tree
 
 
 def _run_target(
@@ -72,24 +60,6 @@ def _run_target(
     return out, write(cache, out.k, out.v, start, out.hidden, slot)
 
 
-def _finish(
-    state: DecodeState, tokens: Int[Array, "b w"], count: Int[Array, " b"]
-) -> tuple[Array, Array, Array]:
-    """Cuts ``count`` new tokens at the first stop id and at the limit, whichever comes first.
-
-    Returns the count that is left, whether a stop id ended it, and whether anything did.
-    """
-    column = jnp.arange(tokens.shape[1])
-    stops = jnp.any(tokens[..., None] == state.settings.rules.stop_ids[:, None], axis=-1)
-    room = state.settings.limit - (state.length + 1)
-    within = (column < count[:, None]) & (column < room[:, None])
-    hit = stops & within
-    first = jnp.min(jnp.where(hit, column, tokens.shape[1]), axis=1)
-    stopped = jnp.any(hit, axis=1)
-    left = jnp.where(stopped, first + 1, within.sum(1))
-    return left, stopped, stopped | (left >= room)
-
-
 def _active(state: DecodeState, turn: Turn, width: int) -> DecodeState:
     """The first slots, ready only where the host still wants them."""
     part = slots_of(state, 0, width)
@@ -103,97 +73,31 @@ def _put_back(state: DecodeState, part: DecodeState, turn: Turn) -> DecodeState:
     return with_slots_of(state, part.replace(ready=ready), 0)
 
 
-def draft_window(
-    params: Params, models: Models, k: int, state: DecodeState
-) -> tuple[DecodeState, Int[Array, "b w"]]:
-    """The K + 1 tokens to verify: the last committed one and K drafts. K = 0 drafts nothing."""
-    (_, head), cfg, last = params, models.drafter, state.last_token[:, None]
+def draft_tree(
+    params: Params, models: Models, k: int, state: DecodeState, turn: Turn, plain: bool = False
+) -> tuple[DecodeState, Tree]:
+    """What to verify: the last committed token and the nodes that K drafts make. K = 0 drafts nothing.
+
+    ``plain`` makes a chain without estimates, whatever ``models.spec`` says.
+    """
+    (_, head), cfg, spec, last = params, models.drafter, models.spec, state.last_token
     if not k:
-        return state, last
+        nothing = Marginals(jnp.zeros((last.shape[0], 1, 1), jnp.int32), None)
+        return state, fixed_tree(last, nothing, None, ())
     assert head is not None
     assert cfg is not None
+    whole = k == models.most_drafts and not plain
+    nodes = spec.num_speculative_nodes if whole else 0
+    paths = ordered_paths(spec.speculative_token_tree if whole else ()) or chain_paths(k)
+    estimated = whole and (spec.is_tree or len(spec.nodes_of(k)) > 1)
+    count = (
+        (nodes or candidates_of(paths)) if estimated else 0
+    )  # a best-first tree may take M for one position
     guess = draft.draft_parallel if cfg.method == "peagle" else draft.draft_sequential
-    drafts, cache = guess(head, cfg, state, k, models.most_drafts + 1)
-    return state.replace(drafter_cache=cache), jnp.concatenate([last, drafts], axis=1)
-
-
-def verify_window(
-    params: Params,
-    models: Models,
-    state: DecodeState,
-    tokens: Int[Array, "b w"],
-    drafting: Array,
-    masks: UInt32[Array, "b w words"] | None = None,
-) -> tuple[DecodeState, RoundOutput]:
-    """Verifies a window, accepts and commits. ``masks`` are what grammars allow after each of its tokens."""
-    target, k, ready = params[0], tokens.shape[1] - 1, state.ready
-    known = jnp.where(ready, state.length, 0)
-    out, target_cache = _run_target(target, models, state.target_cache, tokens, state.length, known, 0)
-    logits = stack.logits(target, models.target, out.hidden)
-    positions = state.length[:, None] + 1 + jnp.arange(k + 1)
-    rules = only(state.settings.rules, ready)
-    chosen = choose(logits, positions, tokens, rules, masks)
-
-    drafts = tokens[:, 1:]
-    if models.synthetic_rates is not None:
-        agreed = _by_chance(state, models.synthetic_rates, k) & drafting[:, None]
-        chosen = chosen.at[:, :k].set(jnp.where(agreed, drafts, chosen[:, :k]))
-    else:
-        agreed = jnp.cumprod(drafts == chosen[:, :-1], axis=1)
-    accepted = jnp.where(drafting, agreed.sum(1), 0).astype(jnp.int32)
-    count, stopped, ended = _finish(state, chosen, accepted + 1)
-    count = jnp.where(ready, count, 0)
-    last = jnp.take_along_axis(chosen, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
-    output = RoundOutput(
-        tokens=chosen,
-        count=count,
-        accepted=jnp.where(ready, accepted, 0),
-        drafted=jnp.where(ready & drafting, k, 0),
-        stopped=ready & stopped,
-        ended=ready & ended,
-        wanted=rules.logprobs,
-        logprobs=report_logprobs(logits, chosen, jnp.any(rules.logprobs >= 0)),
-    )
-    pending = state.pending
-    if pending is not None:
-        new = _replaced if k else _appended
-        pending = new(pending, ready, chosen, out.features, count)
-    state = state.replace(
-        target_cache=target_cache,
-        pending=pending,
-        settings=state.settings.replace(rules=advance(state.settings.rules, chosen, count)),
-        length=state.length + count,
-        last_token=jnp.where(ready, last, state.last_token),
-        ready=ready & ~ended,
-    )
-    return state, output
-
-
-def _by_chance(state: DecodeState, rates: tuple[float, ...], k: int) -> Array:
-    """Drafts (B, K) that chance accepts, of one draw a sequence and round."""
-    at = jnp.array((rates + (0.0,) * k)[:k])
-    sampling, no_token = state.settings.rules.sampling, jnp.array([-1])
-    return uniform_noise(sampling, state.length[:, None], no_token)[:, 0] < at
-
-
-def _replaced(old: Pending, ready: Array, tokens: Array, features: Array, count: Array) -> Pending:
-    """A drafting round has committed what was pending; its own tokens take the place."""
-    w, mask = tokens.shape[1], ready[:, None]
-    return Pending(
-        tokens=old.tokens.at[:, :w].set(jnp.where(mask, tokens, old.tokens[:, :w])),
-        features=old.features.at[:, :w].set(jnp.where(mask[..., None], features, old.features[:, :w])),
-        count=jnp.where(ready, count, old.count),
-    )
-
-
-def _appended(old: Pending, ready: Array, tokens: Array, features: Array, count: Array) -> Pending:
-    """A plain round adds its token: the drafter has not seen it, nor those before it."""
-    here = (jnp.arange(old.tokens.shape[1]) == old.count[:, None]) & ready[:, None]
-    return Pending(
-        tokens=jnp.where(here, tokens, old.tokens),
-        features=jnp.where(here[..., None], features, old.features),
-        count=old.count + count,
-    )
+    found, cache = guess(head, cfg, state, k, models.most_drafts + 1, count)
+    chances = calibrated(found.log_probs, turn.calibration) if estimated else None
+    tree = best_tree(last, found, chances, nodes) if nodes else fixed_tree(last, found, chances, paths)
+    return state.replace(drafter_cache=cache), tree
 
 
 def run_rounds(
@@ -203,11 +107,11 @@ def run_rounds(
 
     Returns the state and outputs with a leading axis of ``rounds``.
     """
-    part, drafting = _active(state, turn, width), turn.drafting[:width]
+    part = _active(state, turn, width)
 
     def one(part: DecodeState, _: None) -> tuple[DecodeState, RoundOutput]:
-        part, window = draft_window(params, models, k, part)
-        return verify_window(params, models, part, window, drafting)
+        part, tree = draft_tree(params, models, k, part, turn)
+        return verify_tree(params, models, part, tree, turn, k)
 
     if rounds == 1:  # outside a loop the caches are updated in place; a loop would copy them twice
         part, output = one(part, None)
@@ -220,9 +124,9 @@ def run_rounds(
 def run_draft(
     params: Params, state: DecodeState, turn: Turn, *, models: Models, width: int, k: int
 ) -> tuple[DecodeState, Int[Array, "b w"]]:
-    """The first half of a round whose masks depend on the drafts: returns the window."""
-    part, window = draft_window(params, models, k, _active(state, turn, width))
-    return _put_back(state, part, turn), window
+    """The first half of a round whose masks depend on the drafts: returns the window, a chain."""
+    part, tree = draft_tree(params, models, k, _active(state, turn, width), turn, plain=True)
+    return _put_back(state, part, turn), tree.tokens
 
 
 def run_verify(
@@ -230,8 +134,10 @@ def run_verify(
 ) -> tuple[DecodeState, RoundOutput]:
     """The second half: (turn, window (B, K+1), masks uint32 (B, K+1, ceil(V/32)))."""
     turn, window, masks = inputs
-    part = _active(state, turn, width)
-    part, output = verify_window(params, models, part, window, turn.drafting[:width], masks)
+    k = window.shape[1] - 1
+    drafts = Marginals(window[:, 1:, None], None)
+    tree = fixed_tree(window[:, 0], drafts, None, chain_paths(k))
+    part, output = verify_tree(params, models, _active(state, turn, width), tree, turn, k, masks)
     return _put_back(state, part, turn), jax.tree.map(lambda x: x[None], output)
 
 
@@ -258,7 +164,7 @@ def run_prefill(
     logits, rules = logits_of(at_end(out.hidden)), only(chunk.settings.rules, final)
     first = choose(logits, prompt[:, None], None, rules, chunk.mask[None, None])
     new = old.replace(target_cache=target_cache, settings=chunk.settings, length=prompt - 1)
-    _, stopped, ended = _finish(new, first, jnp.ones_like(prompt))
+    _, stopped, ended = finish(new, first, jnp.ones_like(prompt))
     counted = advance(chunk.settings.rules, first, final.astype(jnp.int32))
     settings = chunk.settings.replace(rules=counted)
     new = new.replace(settings=settings, length=prompt, last_token=first[:, 0], ready=final & ~ended)

@@ -2,7 +2,7 @@
 
 In vLLM's order: logit_bias, then repetition, frequency and presence penalties, then what cannot be
 chosen at all (allowed_token_ids, min_tokens, a grammar's mask), then sampling (see ``sampling``).
-Inside a verification window row i counts the drafts before it as if they had been emitted, so the
+Inside a verification window a row counts the drafts that it sees as if they had been emitted, so the
 output is the same with any head. Nothing here runs while no active slot asks for it.
 
 Memory a slot: 4 bytes for each id of the vocabulary (the counts), a bit for each (allowed ids) and
@@ -29,8 +29,12 @@ from peagle_jax.speculative.sampling import (
     SamplingState,
     choose_tokens,
     first_argmax,
+    noisy_logits,
     sampling_state,
 )
+
+Window = tuple[Int[Array, "b w"], Bool[Array, "b w w"]]
+"""Tokens of a verification, and which of them each row sees: ``tree.ancestors``."""
 
 
 class TokenMatcher(Protocol):
@@ -223,16 +227,15 @@ def _biases(rules: RulesState) -> Float[Array, "b v"]:
 def _penalise(
     logits: Float[Array, "b w v"],
     counts: Int[Array, "b v"],
-    window: Int[Array, "b w"] | None,
+    window: Window | None,
     ids: Int[Array, " v"],
     rules: RulesState,
 ) -> Float[Array, "b w v"]:
     answer = jnp.broadcast_to((counts >> 1)[:, None], logits.shape)
     if window is not None:
-        w = window.shape[1]
-        for j in range(1, w):  # elementwise, so XLA fuses it; column 0 is committed and counted
-            sees = jnp.arange(w)[:, None] >= j
-            answer += (window[:, j, None, None] == ids) & sees
+        tokens, seen = window
+        for j in range(1, tokens.shape[1]):  # elementwise, so XLA fuses it; column 0 is committed and counted
+            answer += (tokens[:, j, None, None] == ids) & seen[:, :, j, None]
     emitted = answer > 0
     known = emitted | (counts[:, None] & 1 > 0)
     factor = jnp.where(known, rules.repetition[:, None, None], 1.0)
@@ -244,7 +247,7 @@ def _penalise(
 def apply_rules(
     logits: Float[Array, "b w v"],
     positions: Int[Array, "b w"],
-    window: Int[Array, "b w"] | None,
+    window: Window | None,
     rules: RulesState,
     masks: UInt32[Array, "b w words"] | None = None,
     token_ids: Int[Array, " v"] | None = None,
@@ -268,18 +271,41 @@ def apply_rules(
     return jnp.where(allowed, x, NEGATIVE)
 
 
+def estimates(
+    logits: Float[Array, "b w v"],
+    positions: Int[Array, "b w"],
+    rules: RulesState,
+    token_ids: Int[Array, " v"] | None = None,
+) -> Float[Array, "b w v"]:
+    """What ``choose`` takes the maximum of, in the logits' own units: of sampled rows with their noise.
+
+    A drafter's error is one of its logits, so their softmax estimates what the target will choose, at any
+    temperature. The arguments are those of ``choose``.
+    """
+    used, sampling = anywhere(_in_use(rules, positions)), rules.sampling
+    ids = jnp.arange(logits.shape[-1]) if token_ids is None else token_ids
+    is_sampled = sampling.temperature[:, None, None] > 0
+
+    def full(logits: Array) -> Array:
+        ruled = apply_rules(logits, positions, None, rules, None, token_ids)
+        heat = jnp.where(is_sampled, sampling.temperature[:, None, None], 1.0)
+        return jnp.where(is_sampled, heat * noisy_logits(ruled, positions, sampling, ids), ruled)
+
+    return jax.lax.cond(used | anywhere(jnp.any(is_sampled)), full, lambda x: x, logits)
+
+
 def choose(
     logits: Float[Array, "b w v"],
     positions: Int[Array, "b w"],
-    window: Int[Array, "b w"] | None,
+    window: Window | None,
     rules: RulesState,
     masks: UInt32[Array, "b w words"] | None = None,
     token_ids: Int[Array, " v"] | None = None,
 ) -> Int[Array, "b w"]:
     """Index into V of the token at each absolute position, under all of a slot's rules.
 
-    ``window`` holds the tokens that the rows read: the last committed one, then the drafts, which
-    row i sees up to column i (None: rows see committed tokens only, as a drafter's rows do).
+    ``window`` holds the tokens that the rows read, the last committed one, then the drafts, and which of
+    them each row sees (None: rows see committed tokens only, as a drafter's rows do).
     ``masks`` are a grammar's packed masks (None: no slot has one). ``token_ids`` are the target
     ids of the columns (a draft vocabulary); None is the identity.
     """

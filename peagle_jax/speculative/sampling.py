@@ -20,7 +20,7 @@ from jax.extend.random import threefry2x32_p
 from jaxtyping import Array, Float, Int, UInt32
 
 from peagle_jax.layers.attention import NEGATIVE
-from peagle_jax.parallel.rules import anywhere
+from peagle_jax.parallel.rules import anywhere, by_part, joined
 
 GREEDY_BELOW = 1e-5
 """Temperatures under this are greedy (vLLM's bound); dividing by them would overflow float32."""
@@ -141,6 +141,23 @@ def first_argmax(x: Float[Array, "... v"]) -> Int[Array, "..."]:
     return best.min(-1)
 
 
+def best_tokens(logits: Float[Array, "b t v"], n: int) -> tuple[Float[Array, "b t n"], Int[Array, "b t n"]]:
+    """The n largest logits of each row and their indices, largest first, of equal ones the lower index.
+
+    Each part of a split vocabulary gives its own best, and the best of all are among these.
+    """
+
+    def own(part: Array, first: Array | int) -> tuple[Array, Array]:
+        top, ids = jax.lax.top_k(part, min(n, part.shape[-1]))
+        return top, ids + first
+
+    top, ids = joined(by_part(own, logits, "vocabulary"))
+    if top.shape[-1] == n:
+        return top, ids
+    top, at = jax.lax.top_k(top, n)
+    return top, jnp.take_along_axis(ids, at, axis=-1)
+
+
 def uniform_noise(
     state: SamplingState, positions: Int[Array, "b t"], token_ids: Int[Array, " v"]
 ) -> Float[Array, "b t v"]:
@@ -221,6 +238,16 @@ def filter_logits(logits: Float[Array, "b t v"], state: SamplingState) -> Float[
     return scaled
 
 
+def noisy_logits(
+    logits: Float[Array, "b t v"],
+    positions: Int[Array, "b t"],
+    state: SamplingState,
+    token_ids: Int[Array, " v"],
+) -> Float[Array, "b t v"]:
+    """What sampled rows take the maximum of, in units of 1 / temperature; see ``choose_tokens``."""
+    return filter_logits(logits, state) + gumbel_noise(state, positions, token_ids)
+
+
 def choose_tokens(
     logits: Float[Array, "b t v"],
     positions: Int[Array, "b t"],
@@ -236,8 +263,7 @@ def choose_tokens(
         token_ids = jnp.arange(logits.shape[-1])
 
     def sample(logits: Array) -> Array:
-        noisy = filter_logits(logits, state) + gumbel_noise(state, positions, token_ids)
-        drawn = first_argmax(noisy)
+        drawn = first_argmax(noisy_logits(logits, positions, state, token_ids))
         return jnp.where(state.temperature[:, None] > 0, drawn, first_argmax(logits))
 
     sampled = anywhere(jnp.any(state.temperature > 0))

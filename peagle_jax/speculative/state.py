@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -9,10 +10,38 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array
 
-from peagle_jax.config import DrafterConfig, TargetConfig
+from peagle_jax.config import DrafterConfig, SpecConfig, TargetConfig
+from peagle_jax.drafter.head import DrafterParams
+from peagle_jax.models.stack import TargetParams
 from peagle_jax.speculative.cache import KVCache, create_cache
 from peagle_jax.speculative.logprobs import LogprobReport
 from peagle_jax.speculative.rules import RulesState
+
+Params = tuple[TargetParams, DrafterParams | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Models:
+    """The static part of every step. ``spec`` says how rounds of the largest K speculate.
+
+    ``synthetic_rates``, for benchmarks, accept drafts by chance instead (vLLM's synthetic_acceptance_rates):
+    in so great a share of all rounds that of each position. ``int8_cache`` is the form of the target's.
+    """
+
+    target: TargetConfig
+    drafter: DrafterConfig | None
+    spec: SpecConfig
+    synthetic_rates: tuple[float, ...] | None = None
+    int8_cache: bool = False
+
+    @property
+    def most_drafts(self) -> int:
+        """The largest K: what a draft pass has room for."""
+        return self.spec.num_speculative_tokens
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return () if self.drafter is None else self.drafter.taps
 
 
 @struct.dataclass
@@ -77,6 +106,8 @@ class Turn:
 
     active: Array  # bool (B,): not cancelled, and occupied
     drafting: Array  # bool (B,): its drafts may be accepted
+    pace: Array  # float32 (widths,): seconds that a round takes which verifies each number of nodes
+    calibration: Array  # float32 (K, 2): see ``tree.calibrated``
 
 
 @struct.dataclass
@@ -89,10 +120,21 @@ class Copy:
 
 
 @struct.dataclass
+class DraftReport:
+    """Of each of M nodes, leaves (B, M): what the head thought of it, and what became of it."""
+
+    depths: Array  # int32: 1 for the first position
+    confidence: Array  # float32: the head's probability of it, given its parent
+    reached: Array  # bool: it was verified, and its parent accepted
+    accepted: Array  # bool
+
+
+@struct.dataclass
 class RoundOutput:
     """One round of B slots, or a prefill of one: new tokens, how many are real, drafts accepted.
 
-    ``drafted`` is 0 for a prefill's token and for sequences that were not running. ``accepted``
+    ``drafted`` counts the nodes that were verified; it is 0 for a prefill's token and for sequences that were
+    not running. ``accepted``
     counts every draft that agreed, also past a stop id or the limit that cut ``count``, as vLLM does.
     """
 
@@ -105,6 +147,7 @@ class RoundOutput:
     wanted: Array  # int32 (B,): how many best tokens ``logprobs`` is to tell; -1 for no report
     logprobs: LogprobReport  # of ``tokens``; zeros where no slot asked
     prompt: LogprobReport | None = None  # a prefill's: of the chunk's ``following`` (1, T)
+    drafts: DraftReport | None = None  # where rounds estimate their drafts' chances
 
 
 def empty_state(

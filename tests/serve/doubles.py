@@ -102,7 +102,7 @@ class ScriptedDecoder:
     def width_for(self, active) -> int:
         return self.sizes.widths[-1]
 
-    def round(self, active, k, drafting=None):
+    def round(self, active, k, drafting=None, pace=None):
         found, self._left = {}, set(self._slots) - set(active)
         for slot in self._left:
             del self._slots[slot]

@@ -35,10 +35,10 @@ def test_flags_become_sizes(loaded):
     assert [engine._draft_length.choose(8, running) for running in (2, 3, 10)] == [2, 0, 3]
 
 
-def test_on_a_cpu_eight_requests_run_at_once_and_rounds_draft_all_or_half_or_nothing(loaded):
+def test_on_a_cpu_eight_requests_run_at_once_and_rounds_draft_all_or_nothing_and_verify_all_or_half(loaded):
     decoder = build.build_decoder(loaded, 100, EngineOptions(), SpeculativeOptions(), guided=True)
     assert (decoder.batch, decoder.sizes.widths) == (8, (1, 2, 4, 8))
-    assert decoder.sizes.drafts == (0, 2, 3)
+    assert decoder.sizes.drafts == (0, 3) and decoder.spec.nodes_of(3) == (2, 3)
     assert decoder.target.vocab_size == CONFIG.vocab_size
 
 
@@ -84,4 +84,6 @@ def test_synthetic_rates_are_one_a_draft(loaded):
 
 def test_a_k_above_the_heads_is_refused():
     with pytest.raises(CommandError, match="K = 7, above num_speculative_tokens, 5"):
-        build.draft_lengths(5, SpeculativeOptions(num_speculative_tokens_per_batch_size=((1, 2, 7),)))
+        build.draft_lengths(
+            5, SpeculativeOptions(num_speculative_tokens_per_batch_size=((1, 2, 7),)), "peagle"
+        )

@@ -39,7 +39,7 @@ def run(chooser: DraftLength, machine: Machine, width: int, rounds: int) -> tupl
         k = chooser.choose(width, width)
         chosen.append(k)
         time, accepted = machine.round(width, k)
-        chooser.record(width, k, time)
+        chooser.record(width, k, k, time)
         for n in accepted:
             if k:
                 chooser.accepted(n, k)
@@ -94,19 +94,46 @@ def test_idle_times_stand_in_for_trials():
     machine = Machine(fixed=20, per_row=0.25, draft=0.3, rate=0.4)
     chooser = DraftLength((0, 2, 5))
     # A cache with nothing in it is soon read.
-    chooser.timed_idle({(64, k): machine.seconds(64, k) / 2 for k in (0, 2, 5)})
+    chooser.timed_idle({(64, k, k): machine.seconds(64, k) / 2 for k in (0, 2, 5)})
     _, chosen = run(chooser, machine, 64, 100)
     assert chosen.count(0) > 95
     # Rounds that come with prompts are not timed; they must not be tried out for ever.
     fresh = DraftLength((0, 5))
-    fresh.timed_idle({(8, 0): 1.0, (8, 5): 10.0})
+    fresh.timed_idle({(8, 0, 0): 1.0, (8, 5, 5): 10.0})
     assert [fresh.choose(8, 8) for _ in range(20)] == [0] * 20
 
 
 def test_an_idle_time_grows_with_what_requests_add_to_the_others():
     chooser = DraftLength((0, 5))
-    chooser.timed_idle({(4, 0): 1.0, (4, 5): 2.0})
+    chooser.timed_idle({(4, 0, 0): 1.0, (4, 5, 5): 2.0})
     before = chooser.speed(4, 5)
-    chooser.record(4, 0, 3.0)
+    chooser.record(4, 0, 0, 3.0)
     assert chooser.speed(4, 5) == pytest.approx(before / 3)
     assert chooser.speed(4, 0) == pytest.approx(1 / 3)
+
+
+def test_each_number_of_nodes_has_a_time_of_its_own_which_the_round_is_told():
+    chooser = DraftLength((0, 5), nodes_of=lambda k: (2, 5) if k else (0,))
+    assert chooser.needs_times
+    assert chooser.pace(4, 5) == {2: 1.0, 5: 1.0}  # nothing is known
+    chooser.timed_idle({(4, 0, 0): 1.0, (4, 5, 2): 2.0, (4, 5, 5): 4.0})
+    assert chooser.pace(4, 5) == {2: 2.0, 5: 4.0}
+    chooser.record(4, 5, 5, 6.0)  # requests add half
+    assert chooser.pace(4, 5) == pytest.approx({2: 3.0, 5: 6.0})
+
+
+def test_a_k_is_as_fast_as_the_nodes_that_its_rounds_verify():
+    chooser = DraftLength((0, 5), nodes_of=lambda k: (2, 5) if k else (0,))
+    chooser.timed_idle({(4, 0, 0): 1.0, (4, 5, 2): 2.0, (4, 5, 5): 4.0})
+    tokens = chooser.tokens(5)
+    assert chooser.speed(4, 5) == pytest.approx(tokens / 3)  # before any round says more
+    for _ in range(60):
+        chooser.record(4, 5, 2, 2.0)
+    assert chooser.speed(4, 5) == pytest.approx(tokens / 2, rel=0.02)
+
+
+def test_acceptance_counts_every_position_however_few_nodes_were_verified():
+    chooser = DraftLength((0, 3), nodes_of=lambda k: (1, 3) if k else (0,))
+    for _ in range(400):
+        chooser.accepted(1, 3)
+    assert chooser.tokens(3) == pytest.approx(2, abs=0.02)

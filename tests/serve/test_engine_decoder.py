@@ -25,6 +25,7 @@ from tests.tiny import head_params
 pytestmark = pytest.mark.timeout(1200)  # a busy machine compiles slowly
 
 K, CONTEXT, CHUNK = 3, 90, 16
+SPEC = SpecConfig(K, "peagle", num_speculative_nodes=8, verify_widths=(3,))
 SAMPLINGS = [
     SamplingParams(),
     SamplingParams(temperature=1.1, seed=5),
@@ -36,11 +37,14 @@ SAMPLINGS = [
 
 
 class AnyLength(DraftLength):
-    """Changes K at random, so that the drafter has to catch up all the time."""
+    """Changes K and the nodes at random, so that the drafter has to catch up all the time."""
 
     def __init__(self, drafts, rng: random.Random) -> None:
-        super().__init__(drafts)
+        super().__init__(drafts, nodes_of=SPEC.nodes_of)
         self.rng = rng
+
+    def pace(self, width: int, k: int) -> dict[int, float]:
+        return {nodes: self.rng.random() for nodes in SPEC.nodes_of(k)}
 
     def choose(self, width: int, running: int) -> int:
         return self.rng.choice(self.drafts)
@@ -72,7 +76,7 @@ def decoder():
         PARAMS,
         head,
         head_params(head),
-        SpecConfig(K, "peagle"),
+        SPEC,
         max_model_len=CONTEXT,
         batch=3,
         prefill_chunk=CHUNK,

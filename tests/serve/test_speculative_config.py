@@ -8,6 +8,7 @@ import pytest
 
 from peagle_jax.arguments import CommandError
 from peagle_jax.serve.speculative_config import OFF, SpeculativeOptions, parse_speculative_config
+from peagle_jax.speculation import Arrangement
 from peagle_jax.speculative.lookup import Lookup
 
 
@@ -123,7 +124,7 @@ def test_what_is_not_an_object_is_refused(text, words):
         (True, "peagle", None),
         (False, "eagle3", None),
         ({}, "peagle", None),
-        ({"depth": 4, "width": 1}, "peagle", 4),
+        ({"depth": 4, "num_trees": 1}, "peagle", 4),
     ],
 )
 def test_sagemakers_name_of_parallel_drafting(spec, method, tokens):
@@ -143,9 +144,18 @@ def test_widths_by_batch_size_and_synthetic_rates():
     ("values", "words"),
     [
         ({"parallel_drafting_spec": 5}, "must be a boolean .* or an object"),
-        ({"parallel_drafting_spec": {"deep": 5}}, "unknown key 'deep'; valid keys are depth, width"),
+        ({"parallel_drafting_spec": {"deep": 5}}, "unknown key 'deep'; valid keys are depth, num_trees"),
         ({"parallel_drafting_spec": {"depth": 0}}, "at least 1, found 0"),
-        ({"parallel_drafting_spec": {"width": 2}}, "trees are not served"),
+        ({"parallel_drafting_spec": {"num_trees": 0}}, "at least 1, found 0"),
+        (
+            {"parallel_drafting_spec": {"num_trees": 2}, "num_speculative_nodes": 9},
+            "num_speculative_nodes and parallel_drafting_spec's num_trees are different trees",
+        ),
+        ({"num_speculative_nodes": -1}, r"must be 0 \(a chain\) or more, found -1"),
+        ({"speculative_token_tree": "[(0,), (0, 'a')]"}, "must be a list of paths"),
+        ({"speculative_token_tree": "__import__('os')"}, "must be a list of paths"),
+        ({"speculative_token_tree": []}, "must be a list of paths"),
+        ({"speculative_token_tree": "7"}, "must be a list of paths"),
         ({"parallel_drafting_spec": True, "parallel_drafting": False}, "contradicts parallel_drafting"),
         ({"parallel_drafting_spec": {"depth": 3}, "num_speculative_tokens": 2}, "depth contradicts"),
         ({"num_speculative_tokens_per_batch_size": []}, "is empty"),
@@ -161,3 +171,20 @@ def test_widths_by_batch_size_and_synthetic_rates():
 def test_wrong_values_of_the_newer_keys_are_told(values, words):
     with pytest.raises(CommandError, match=words):
         parse_speculative_config(json.dumps(values))
+
+
+@pytest.mark.parametrize("tree", ["[(0,), (1,), (0, 0)]", [[0], [1], [0, 0]]])
+def test_a_fixed_tree_is_vllms_text_or_lists(tree):
+    options = parse_speculative_config(json.dumps({"model": "h", "speculative_token_tree": tree}))
+    assert options.arrangement == Arrangement(0, ((0,), (1,), (0, 0)), adaptive=True)
+
+
+def test_trees_of_any_kind_are_arrangements():
+    def of(**values):
+        return parse_speculative_config(json.dumps({"model": "h"} | values)).arrangement
+
+    assert of() == Arrangement(adaptive=True)
+    assert of(num_speculative_nodes=16) == Arrangement(16, adaptive=True)
+    assert of(parallel_drafting_spec={"depth": 4, "num_trees": 3}) == Arrangement(num_trees=3, adaptive=True)
+    assert not of(synthetic_acceptance_rates=[0.5]).adaptive
+    assert not of(num_speculative_tokens_per_batch_size=[[1, 4, 3]]).adaptive

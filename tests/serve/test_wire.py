@@ -18,7 +18,8 @@ def test_steps_inputs_and_sizes_come_back():
         np.zeros((2, 9), np.uint32),
         settings_of(request, 40, 100_000),
     )
-    turn = Turn(np.array([[True], [False]]), np.array([[True], [True]]))
+    flags = np.array([[True], [False]])
+    turn = Turn(flags, ~flags, np.ones((2, 3), np.float32), np.zeros((2, 4, 2), np.float32))
     copy = Copy(tokens[0], tokens[1], tokens[0])
     for inputs in (chunk, turn, (turn, tokens, tokens.astype(np.uint32)), copy, tokens[0], None):
         sent = Dispatch("run_rounds", inputs, {"width": 2, "k": 3})

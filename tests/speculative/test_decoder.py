@@ -59,14 +59,15 @@ def test_as_many_drafts_as_the_context_has_tokens_are_refused(method):
 
 @pytest.mark.parametrize("form", ["unrolled", "scanned"])
 def test_windows_rings_and_experts_decode_what_whole_sequences_say(monkeypatch, form):
-    """Longer than the ring, in chunks, with a head and without: the same tokens, and those of one pass."""
+    """Longer than the ring, in chunks, plain, with a chain and with a tree: the same tokens, and those of one
+    pass."""
     monkeypatch.setattr(sizes, "GOES_PAST", 0)
     head, params = head_config(num_layers=1), target_params(GPT_OSS)
     if form == "scanned":
         params = stack.stack_layers(params, GPT_OSS.cycle)
     prompt, texts = [int(t) for t in np.random.default_rng(1).integers(0, 50, 150)], []
-    for k in (0, 3):
-        spec = SpecConfig(k, "peagle") if k else SpecConfig()
+    tree = SpecConfig(3, "peagle", num_speculative_nodes=11)
+    for spec in (SpecConfig(), SpecConfig(3, "peagle"), tree):
         options = dict(max_model_len=250, prefill_chunk=32)
         decoder = Decoder(GPT_OSS, params, head, head_params(head), spec, **options)
         assert decoder.sizes.rings == (128, 0)
@@ -79,4 +80,4 @@ def test_windows_rings_and_experts_decode_what_whole_sequences_say(monkeypatch, 
 
     out = stack.forward_packed(params, GPT_OSS, whole, jnp.arange(whole.shape[1])[None], attend)
     logits = np.asarray(stack.logits(params, GPT_OSS, out.hidden[0, 149:-1]))
-    assert texts[0] == texts[1] == logits.argmax(-1).tolist()
+    assert texts[0] == texts[1] == texts[2] == logits.argmax(-1).tolist()

@@ -97,7 +97,7 @@ def test_nothing_compiles_after_warm_up(decoders):
     compiled = lookup.compilations
     assert "verification of 2 sequences" in told
     answers(lookup, Request([1, 2, 1, 2, 1], max_tokens=9), Request([5], max_tokens=3))
-    assert set(lookup.idle_rounds(iter(range(10**6)).__next__)) == {(2, 0), (2, K)}
+    assert set(lookup.idle_rounds(iter(range(10**6)).__next__)) == {(2, 0, 0), (2, K, K)}
     assert lookup.compilations == compiled
 
 
@@ -125,3 +125,5 @@ def test_settings_out_of_range_are_refused():
         LookupDecoder(CONFIG, PARAMS, K, Lookup(2, 3), max_model_len=96)
     with pytest.raises(ConfigError, match="num_speculative_tokens must be in 1..95, found 96"):
         LookupDecoder(CONFIG, PARAMS, 96, Lookup(), max_model_len=96)
+    with pytest.raises(ConfigError, match="ngram takes 1 round a dispatch, found 2"):
+        LookupDecoder(CONFIG, PARAMS, K, Lookup(), 2, max_model_len=96)

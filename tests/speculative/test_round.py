@@ -98,8 +98,8 @@ def test_nothing_compiles_after_warm_up():
         jax.monitoring.clear_event_listeners()
     assert d.compilations == before == 2
     assert compiled == []
-    assert idle.keys() == {(1, 3)}
-    assert idle[1, 3] > 0
+    assert idle.keys() == {(1, 3, 3)}
+    assert idle[1, 3, 3] > 0
 
 
 def test_batch_mates_rounds_and_late_reading_do_not_change_a_sequence(plain):

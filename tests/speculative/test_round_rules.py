@@ -11,6 +11,7 @@ from peagle_jax.models.stack import stack_layers
 from peagle_jax.speculative.decoder import Decoder, PromptChunk, Request
 from peagle_jax.speculative.rules import pack_ids
 from peagle_jax.speculative.sampling import SamplingParams
+from peagle_jax.speculative.tree import Marginals
 from tests.tiny import TARGET, VOCAB, head_config, head_params, target_params
 
 PARAMS = stack_layers(target_params())
@@ -49,19 +50,24 @@ def head():
 class Prompter:
     """A decoder whose head drafts what it is told, so that runs of every length are accepted.
 
-    The text of slot b lies in row b of the head's embedding, which nothing else reads then.
+    The text of slot b lies in row b of the head's embedding, which nothing else reads then. In a tree the
+    text is the best, the second or the third candidate, by its position.
     """
 
-    def __init__(self) -> None:
-        def draft(p, cfg, state, k, width):
+    def __init__(self, spec: SpecConfig) -> None:
+        def draft(p, cfg, state, k, width, count):
             at = state.length[:, None] + 1 + jnp.arange(k)
-            return jnp.take_along_axis(p.embed, at, axis=1).astype(jnp.int32), state.drafter_cache
+            told = jnp.take_along_axis(p.embed, at, axis=1).astype(jnp.int32)[..., None]
+            if count > 1:
+                told = (told + jnp.arange(count) - at[..., None] % 3) % VOCAB
+            log_probs = jnp.broadcast_to(-0.7 * (1 + jnp.arange(max(count, 1))), told.shape)
+            return Marginals(told, log_probs if count else None), state.drafter_cache
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("peagle_jax.speculative.draft.draft_parallel", draft)
             patch.setattr("peagle_jax.speculative.draft.prefill_drafter", lambda *a: a[2])
             self._params = head_params(CFG).replace(embed=jnp.zeros((4, 80)))
-            self.decoder = Decoder(TARGET, PARAMS, CFG, self._params, SpecConfig(K, "peagle"), **SIZES)
+            self.decoder = Decoder(TARGET, PARAMS, CFG, self._params, spec, **SIZES)
             request = Request([1] * 9, GREEDY, 9)  # traced while the head is patched
             list(self.decoder.run([request]))
             list(self.decoder.run([dataclasses.replace(request, matcher=Cycle(1, 9))]))
@@ -76,9 +82,10 @@ class Prompter:
         return run(self.decoder, requests)
 
 
-@pytest.fixture(scope="module")
-def prompter():
-    return Prompter()
+@pytest.fixture(scope="module", params=["chain", "tree", "widths"])
+def prompter(request):
+    kinds = {"chain": {}, "tree": {"num_speculative_nodes": 24}, "widths": {"verify_widths": (1, 3)}}
+    return Prompter(SpecConfig(K, "peagle", **kinds[request.param]))
 
 
 def run(d: Decoder, requests):

@@ -25,6 +25,7 @@ LOGITS = np.random.default_rng(0).normal(size=(B, W, V)).astype(np.float32) * 3
 PROMPTS = [[1, 2, 3, 3], [7, 8], [40, 0, 5, 6, 7]]
 ANSWERS = [[3, 9, 9], [], [11]]
 WINDOW = np.array([[9, 20, 20, 21], [8, 7, 7, 7], [11, 40, 41, 11]])
+CHAIN = (WINDOW, np.tile(np.tri(4, dtype=bool), (3, 1, 1)))
 POSITIONS = np.array([[len(p) + len(a) + i for i in range(W)] for p, a in zip(PROMPTS, ANSWERS, strict=True)])
 STOPS = [frozenset({4, 5}), frozenset(), frozenset({42})]
 
@@ -70,7 +71,7 @@ def state_of(params):
 @pytest.mark.parametrize("name", RULES)
 def test_row_i_of_a_window_is_what_plain_decoding_would_see_there(name):
     params = [RULES[name], SamplingParams(), RULES[name]]
-    got = jax.jit(apply_rules)(LOGITS, POSITIONS, WINDOW, state_of(params))
+    got = jax.jit(apply_rules)(LOGITS, POSITIONS, CHAIN, state_of(params))
     for b in range(B):
         for i in range(W):
             answer = [*ANSWERS[b], *WINDOW[b, 1 : i + 1].tolist()]
@@ -90,8 +91,8 @@ def test_counts_advance_by_the_accepted_tokens_and_only_where_they_are_needed():
 def test_a_draft_vocabulary_sees_the_rules_of_its_target_ids():
     ids = jnp.array([3, 9, 20, 31, 41, 42])
     params = [RULES["all"], RULES["penalties"], RULES["bias"]]
-    whole = apply_rules(LOGITS, POSITIONS, WINDOW, state_of(params))
-    part = apply_rules(LOGITS[..., ids], POSITIONS, WINDOW, state_of(params), token_ids=ids)
+    whole = apply_rules(LOGITS, POSITIONS, CHAIN, state_of(params))
+    part = apply_rules(LOGITS[..., ids], POSITIONS, CHAIN, state_of(params), token_ids=ids)
     np.testing.assert_allclose(part, whole[..., ids], rtol=1e-6)
 
 
@@ -100,18 +101,18 @@ def test_a_grammar_mask_cuts_each_row_by_itself(temperature):
     legal = [[{1, 2}, {33}, set(range(V)), {0, 42}] for _ in range(B)]
     masks = np.array([[pack_ids(sorted(row), V) for row in rows] for rows in legal])
     params = [SamplingParams(temperature=temperature, seed=b) for b in range(B)]
-    chosen = np.asarray(jax.jit(choose)(LOGITS, POSITIONS, WINDOW, state_of(params), masks))
+    chosen = np.asarray(jax.jit(choose)(LOGITS, POSITIONS, CHAIN, state_of(params), masks))
     for b in range(B):
         for i in range(W):
             assert chosen[b, i] in legal[b][i]
-    free = choose(LOGITS, POSITIONS, WINDOW, state_of(params))
+    free = choose(LOGITS, POSITIONS, CHAIN, state_of(params))
     np.testing.assert_array_equal(chosen[:, 2], free[:, 2])
 
 
 def test_a_complete_grammar_ends_even_before_min_tokens():
     masks = np.broadcast_to(pack_ids(sorted(STOPS[0]), V), (B, W, 2))
     params = [RULES["min_tokens"]] * B
-    chosen = choose(LOGITS, POSITIONS, WINDOW, state_of(params), masks)
+    chosen = choose(LOGITS, POSITIONS, CHAIN, state_of(params), masks)
     assert set(np.asarray(chosen[0]).tolist()) <= STOPS[0]
 
 
@@ -119,7 +120,7 @@ def test_ended_slots_keep_no_rule():
     active = np.array([False, True, False])
     params = [dataclasses.replace(RULES["all"], temperature=1.0), SamplingParams(), RULES["all"]]
     quiet = only(state_of(params), active)
-    got = choose(LOGITS, POSITIONS, WINDOW, quiet)
+    got = choose(LOGITS, POSITIONS, CHAIN, quiet)
     np.testing.assert_array_equal(got, first_argmax(jnp.array(LOGITS)))
     assert not np.asarray(quiet.sampling.temperature).any()
 
@@ -128,11 +129,11 @@ def test_without_rules_the_tokens_are_those_of_sampling_alone():
     params = [SamplingParams(temperature=t, top_p=0.9, seed=4) for t in (0.0, 0.7, 1.3)]
     state = state_of(params)
     expected = choose_tokens(LOGITS, POSITIONS, state.sampling)
-    np.testing.assert_array_equal(choose(LOGITS, POSITIONS, WINDOW, state), expected)
+    np.testing.assert_array_equal(choose(LOGITS, POSITIONS, CHAIN, state), expected)
 
 
 def test_greedy_rows_without_rules_run_none_of_it():
-    program = jax.make_jaxpr(choose)(LOGITS, POSITIONS, WINDOW, state_of([SamplingParams()] * B))
+    program = jax.make_jaxpr(choose)(LOGITS, POSITIONS, CHAIN, state_of([SamplingParams()] * B))
     (outer,) = [e for e in program.jaxpr.eqns if e.primitive.name == "cond"]
     plain, full = (str(branch) for branch in outer.params["branches"])
     size = f"{B},{W},{V}"

@@ -117,9 +117,7 @@ class Loaded:
             "max_model_len": max_model_len,
         }
         if self.lookup is not None and speculative:
-            if rounds != 1:
-                raise CommandError(f"the method ngram needs 1 round a dispatch, found {rounds}; leave it out")
-            return LookupDecoder(*target, self.num_speculative_tokens, self.lookup, **options)
+            return LookupDecoder(*target, self.num_speculative_tokens, self.lookup, rounds, **options)
         decoder = Decoder(*target, head and head.config, head and head.params, spec, **options)
         if head and head.calibration is not None:
             decoder.calibration = for_depths(head.calibration, spec.num_speculative_tokens)
@@ -293,11 +291,8 @@ def describe(loaded: Loaded, max_model_len: int) -> list[tuple[str, Any]]:
         ("read from", loaded.target.source),
     ]
     if head is None:
-        how = "plain decoding"
-        if (lookup := loaded.lookup) is not None:
-            tokens = loaded.num_speculative_tokens
-            how = f"{tokens} tokens by lookup of the last {lookup.most} to {lookup.least} (ngram)"
-        lines.append(("head", f"none: {how}"))
+        found = loaded.lookup and f"{loaded.num_speculative_tokens} tokens by {loaded.lookup.described}"
+        lines.append(("head", f"none: {found or 'plain decoding'}"))
     else:
         drafter = head.config
         shape = f"{drafter.num_layers} layers, draft vocabulary {drafter.draft_vocab_size}"

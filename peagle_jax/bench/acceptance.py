@@ -171,9 +171,12 @@ def tables(result: Part) -> list[Table]:
                     name,
                     number(part["mean_acceptance_length"]),
                     number(part.get("length_to_first"), 3),
-                    f"{100 * part['draft_acceptance_rate']:.1f} %" if part["num_drafts"] else "",
+                    f"{100 * part['draft_acceptance_rate']:.0f} %" if part["num_drafts"] else "",
                     numbers(part["acceptance_per_position"]),
                     str(part["num_drafts"]),
+                    f"{100 * part['share_of_tokens_from_drafting_rounds']:.0f} %"
+                    if part["num_drafts"]
+                    else "",
                     str(part["tokens"]),
                     str(part["prompt_tokens"]),
                 ]
@@ -187,7 +190,8 @@ def tables(result: Part) -> list[Table]:
             "to first",
             "drafts accepted",
             "by position",
-            "rounds",
+            "rounds that drafted",
+            "their tokens",
             "tokens",
             "prompt tokens",
         )

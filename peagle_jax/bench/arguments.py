@@ -26,8 +26,9 @@ RESULTS.md and plots.
 
 _ACCEPTANCE = """\
 The acceptance length counts the token that the target adds itself: 1 is no help, K + 1 the most. By position
-is the share of drafting rounds that accept at least so many. Servers are judged by their own counters
-(vllm:spec_decode_num_drafts and the like, before and after), so that one command compares both:
+is the share of drafting rounds that accept at least so many; "their tokens" are the part of all tokens that
+came from such rounds (n-gram lookup and adaptive drafting make others too). Servers are judged by their own
+counters (vllm:spec_decode_num_drafts and the like, before and after), so that one command compares both:
 
   python -m peagle_jax.bench acceptance --dataset mt_bench --num-prompts 16 --methods peagle \\
       --num-speculative-tokens 3 --start 'vllm=VLLM_CPU_OMP_THREADS_BIND=0-1 .venv-vllm/bin/python
@@ -50,8 +51,8 @@ before the next one, in an order that changes, --repeats times over, so that a m
 treats them alike. tokens/s counts the tokens after the first round's and their time; of the repeats it is the
 median, beside the least and the most, and ratios are to the first method within each repeat.
 
-A last pass runs each round as two programs, and waits for each, to tell where the time goes: prefill,
-draft, verify, and the host between them.
+A last pass waits for every prefill and round, and makes a round's drafts once more alone before it, to tell
+where the time goes: prefill, draft, verify (the round without its drafts), and the host between them.
 """
 
 _SERVE = """\

@@ -167,9 +167,7 @@ def _split(
     result: Part,
     progress: Progress,
 ) -> None:
-    """The pass that tells draft, verification and host apart, and what a wider verification costs. Trees have
-    no second half of their own, and are left out."""
-    pairs = [pair for pair in pairs if not pair[0].speculative.num_speculative_nodes]
+    """The pass that tells draft, verification and host apart, and what a wider verification costs."""
     task = progress.add_task("splitting rounds", total=len(pairs) * len(conversations), note="")
     walls: collections.Counter[str] = collections.Counter()
     with contextlib.ExitStack() as stack:
@@ -247,7 +245,7 @@ def _time_table(times: dict[str, Part]) -> Table:
     for name, split in times.items():
         shares = (100 * split[f"{part}_s"] / split["wall_s"] for part in parts)
         rows.append([name, number(split["wall_s"]), *(f"{share:.1f} %" for share in shares)])
-    return Table("where the time goes, rounds in two programs", ("", "wall s", *parts), rows)
+    return Table("where the time goes", ("", "wall s", *parts), rows)
 
 
 def _cost_table(times: dict[str, Part]) -> Table:

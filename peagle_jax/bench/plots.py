@@ -125,7 +125,7 @@ def latency(axes: list[Any], result: Part) -> str | None:
         shares = [split[f"{part}_s"] / split["wall_s"] for split in times.values()]
         axes[1].barh(list(times), shares, left=left, color=COLOURS[i], label=part)
         left = [a + b for a, b in zip(left, shares, strict=True)]
-    axes[1].set_xlabel("share of the time, rounds in two programs")
+    axes[1].set_xlabel("share of the time")
     if times:
         axes[1].legend(frameon=False, fontsize=7, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     return f"one request at a time, {result['dtype']}, {result['max_tokens']} tokens an answer"

@@ -286,6 +286,10 @@ class Decoder:
                 tokens[r, row, 1:], masks[r, row] = found
         return self._flight(self._programs.verify(turn, tokens, masks), width)
 
+    def draft(self, active: Collection[int], k: int) -> jax.Array:
+        """The drafts of a round of K alone, of which nothing is kept: to see how long they take."""
+        return self._programs.draft(self._turn(active, None), self.width_for(active, guided=True), k)
+
     def copy(self, source: int, target: int, count: int) -> None:
         """Copies a slot to another of its replica: the first ``count`` positions, and all else.
 

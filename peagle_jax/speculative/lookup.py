@@ -29,6 +29,10 @@ class Lookup(NamedTuple):
     most: int = 4
     least: int = 2
 
+    @property
+    def described(self) -> str:
+        return f"lookup of the last {self.most} to {self.least} (ngram)"
+
 
 def find_drafts(tokens: Sequence[int], k: int, lookup: Lookup) -> list[int]:
     """The K tokens (or fewer, at the end) that followed the most recent earlier occurrence of the last n
@@ -64,8 +68,16 @@ class LookupDecoder(Decoder):
     """
 
     def __init__(
-        self, target: TargetConfig, params: TargetParams, k: int, lookup: Lookup, **options: Any
+        self,
+        target: TargetConfig,
+        params: TargetParams,
+        k: int,
+        lookup: Lookup,
+        rounds: int = 1,
+        **options: Any,
     ) -> None:
+        if rounds != 1:
+            raise ConfigError(f"the method ngram takes 1 round a dispatch, found {rounds}; leave it out")
         if not 1 <= lookup.least <= lookup.most:
             raise ConfigError(
                 f"prompt_lookup_min must be in 1..prompt_lookup_max, found {lookup.least} and {lookup.most}"

@@ -125,3 +125,5 @@ def test_settings_out_of_range_are_refused():
         LookupDecoder(CONFIG, PARAMS, K, Lookup(2, 3), max_model_len=96)
     with pytest.raises(ConfigError, match="num_speculative_tokens must be in 1..95, found 96"):
         LookupDecoder(CONFIG, PARAMS, 96, Lookup(), max_model_len=96)
+    with pytest.raises(ConfigError, match="ngram takes 1 round a dispatch, found 2"):
+        LookupDecoder(CONFIG, PARAMS, K, Lookup(), 2, max_model_len=96)

@@ -16,6 +16,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from peagle_jax import convert, doctor, generate
+from peagle_jax.bench import arguments as bench
 from peagle_jax.serve import arguments as serve
 from peagle_jax.serve.metrics import Metrics
 from peagle_jax.serve.speculative_config import _KNOWN
@@ -36,6 +37,7 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
         "convert": convert.build_parser(),
         "convert inspect": convert.build_inspect_parser(),
         "doctor": doctor.build_parser(),
+        **{f"bench {name}": parser for name, parser in bench.parsers().items()},
     }
     return {f"python -m peagle_jax.{name}": parser for name, parser in found.items()}
 
@@ -64,7 +66,8 @@ def actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 def keys_of_speculative_config() -> Iterator[str]:
     """A row a key. Raises ValueError: --help of the server does not tell one."""
     for key in _KNOWN:
-        found = re.search(rf"^  {key}\b\s+(.*(?:\n {{20,}}.*)*)", serve._EPILOG, re.MULTILINE)
+        names = rf"(?:\w+, )*{key}\b(?:, \w+)*"
+        found = re.search(rf"^  {names}\s+(.*(?:\n {{20,}}.*)*)", serve._EPILOG, re.MULTILINE)
         if found is None:
             raise ValueError(f"--help of the server does not tell the key {key}")
         yield f"| `{key}` | {cell(found[1])} |"

@@ -249,6 +249,12 @@ def _add_servers(parser: Parser) -> None:
     add("--logs", type=Path, metavar="DIR", help="keeps the servers' logs (default: they are dropped)")
 
 
+def parsers() -> dict[str, Parser]:
+    """The parser of each benchmark, by its name."""
+    choices = next(a.choices for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction))
+    return dict(choices)
+
+
 def build_parser() -> Parser:
     parser = Parser(
         prog="python -m peagle_jax.bench",

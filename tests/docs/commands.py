@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from peagle_jax import convert, doctor, generate
+from peagle_jax.bench import arguments as bench
 from peagle_jax.serve import arguments as serve
 from peagle_jax.serve.sagemaker import expand
 from peagle_jax.serve.speculative_config import parse_speculative_config
@@ -81,6 +82,7 @@ def parse(command: Command) -> None:
     """Checks a command without running it. Raises AssertionError for one that is wrong or not known here."""
     known = {
         "generate": lambda words: takes(generate.build_parser(), words),
+        "bench": lambda words: takes(bench.build_parser(), words),
         "doctor": lambda words: takes(doctor.build_parser(), words),
         "convert": _convert,
         "serve": _serve,

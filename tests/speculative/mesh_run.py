@@ -2,7 +2,8 @@
 
 Requests of every kind, decoded with a tiny head (METHOD peagle, eagle3 or none; mixture is peagle, of a
 target with experts, sinks and windows) on one device and on each MESH (such as 2x4 for data and tensor) of
-8 devices that XLA makes out of the host; 2x4whole keeps the head whole. Prints JSON: what each of them said.
+8 devices that XLA makes out of the host; 2x4whole keeps the head whole, 2x4tree verifies trees of two
+widths. Prints JSON: what each of them said.
 """
 
 from __future__ import annotations
@@ -103,6 +104,7 @@ def decoder(
     int8_cache: bool = False,
     quantization: str | None = None,
     ffn: int = QUANTISED.block.intermediate_size,
+    tree: bool = False,
 ) -> Decoder:
     """Of 8 slots on all replicas together; with a ``quantization`` of a target of that ``ffn``."""
     target, cfg = MIXTURE if method == "mixture" else CONFIG, None
@@ -117,12 +119,15 @@ def decoder(
         cfg = config_of(method)
         taps = (0, 1, target.num_layers)
         cfg = dataclasses.replace(cfg, target_hidden_size=target.hidden_size, taps=taps)
+    spec = SpecConfig(K, method) if cfg else SpecConfig()
+    if tree:
+        spec = dataclasses.replace(spec, num_speculative_nodes=9, verify_widths=(4,))
     return Decoder(
         target,
         params,
         cfg,
         cfg and head_params(cfg),
-        SpecConfig(K, method) if cfg else SpecConfig(),
+        spec,
         max_model_len=64,
         prefill_chunk=16,
         batch=8 // data,
@@ -147,8 +152,9 @@ def main(method: str, meshes: list[str]) -> None:
     assert jax.device_count() == 8
     found = {"1": said(decoder(method, 1, 1))}
     for mesh in meshes:
-        data, tensor = map(int, mesh.removesuffix("whole").split("x"))
-        found[mesh] = said(decoder(method, data, tensor, 1 if mesh.endswith("whole") else None))
+        data, tensor = map(int, mesh.removesuffix("whole").removesuffix("tree").split("x"))
+        whole, tree = 1 if mesh.endswith("whole") else None, mesh.endswith("tree")
+        found[mesh] = said(decoder(method, data, tensor, whole, tree=tree))
     json.dump(found, sys.stdout)
 
 

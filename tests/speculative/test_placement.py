@@ -29,10 +29,10 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize(
     ("method", "meshes"),
     [
-        ("peagle", ["8x1", "4x2", "2x4", "1x8"]),
+        ("peagle", ["8x1", "4x2tree", "2x4", "1x8"]),
         ("eagle3", ["2x4whole"]),
         ("none", ["2x4"]),
-        ("mixture", ["1x8"]),
+        ("mixture", ["1x8tree"]),
     ],
 )
 def test_every_mesh_of_eight_devices_gives_the_tokens_of_one(method, meshes):

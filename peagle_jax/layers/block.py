@@ -91,8 +91,8 @@ def mlp(p: BlockParams, cfg: BlockConfig, h: Float[Array, "... d"]) -> Float[Arr
         return _affine(gated, p, "w_down", "b_down")
 
     def expert(one: Experts, rows: Array) -> Array:
-        both = (_affine(rows, one, part, f"{part}_bias") for part in ("gate", "up"))
-        return _affine(_swiglu(*both, limit), one, "down", "down_bias")
+        gated = _swiglu(_affine(rows, one, "gate", "gate_bias"), _affine(rows, one, "up", "up_bias"), limit)
+        return _affine(gated, one, "down", "down_bias")
 
     assert p.experts is not None
     rows = x.reshape(-1, x.shape[-1])

@@ -24,7 +24,9 @@ from peagle_jax.checkpoint.target_store import target_json, target_tensors
 def export(target: LoadedTarget, folder: Path) -> None:
     """Writes the folder, over what is there."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(target_tensors(target.params), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        target_tensors(target.config, target.params), folder / "model.safetensors", metadata={"format": "pt"}
+    )
     settings = target_json(target.config, target.params)
     (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
     sampling = target.generation | {"eos_token_id": settings["eos_token_id"]}

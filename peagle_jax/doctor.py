@@ -300,7 +300,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json:
         print(json.dumps(_as_json(report, str(folder), target.name)))
     else:
-        _print(report, str(folder))
+        _print(report, str(folder), args.all)
     return 1 if report.illness else 0
 
 
@@ -355,7 +355,7 @@ def _as_json(report: Report, head: str, model: str) -> dict[str, Any]:
     }
 
 
-def _print(report: Report, head: str) -> None:
+def _print(report: Report, head: str, tried_all: bool) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -369,7 +369,9 @@ def _print(report: Report, head: str) -> None:
     console = Console()
     console.print(table)
     if report.illness is None:
-        print("\nhealthy")
+        print(
+            "\nhealthy" + ("" if tried_all else "; --all tries other readings too, and may find a mild fault")
+        )
         return
     print(f"\nill: {report.illness}")
     if report.cause is None:

@@ -13,6 +13,7 @@ from peagle_jax.checkpoint.tensors import Reader, ReadExperts, Shape
 from peagle_jax.config import BlockConfig
 from peagle_jax.layers.moe import Experts
 from peagle_jax.layers.mxfp4 import BLOCK, Mxfp4
+from peagle_jax.models.family import Family
 
 
 def read_each(reader: Reader, block: BlockConfig, layer: int, dtype: np.dtype) -> Experts:
@@ -70,6 +71,23 @@ def read_gpt_oss(reader: Reader, block: BlockConfig, layer: int, dtype: np.dtype
         for first in (0, 1)
     )
     return Experts(gate, up, down, gate_bias, up_bias, down_bias)
+
+
+def named_experts(family: Family, experts: Experts, layer: int) -> dict[str, np.ndarray]:
+    """A layer's experts by their names in a Hugging Face folder: what the family's reader reads."""
+    prefix = f"model.layers.{layer}.mlp.experts"
+    gate, up, down = (np.asarray(getattr(experts, part)) for part in ("gate", "up", "down"))
+    if family.experts == "each":
+        parts = {"gate": gate, "up": up, "down": down}
+        return {f"{prefix}.{j}.{part}_proj.weight": w[j] for part, w in parts.items() for j in range(len(w))}
+    both = np.stack([gate, up], 2).reshape(len(gate), -1, gate.shape[-1])
+    biases = [np.asarray(b) for b in (experts.gate_bias, experts.up_bias)]
+    return {
+        f"{prefix}.gate_up_proj": both.swapaxes(1, 2),
+        f"{prefix}.down_proj": down.swapaxes(1, 2),
+        f"{prefix}.gate_up_proj_bias": np.stack(biases, 2).reshape(len(gate), -1),
+        f"{prefix}.down_proj_bias": np.asarray(experts.down_bias),
+    }
 
 
 def _count(block: BlockConfig) -> int:

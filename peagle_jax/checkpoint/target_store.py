@@ -15,6 +15,7 @@ from peagle_jax.checkpoint import embedded, gguf
 from peagle_jax.checkpoint.config_reader import read_target_config
 from peagle_jax.checkpoint.config_writer import block_json
 from peagle_jax.checkpoint.errors import CheckpointError
+from peagle_jax.checkpoint.experts import named_experts
 from peagle_jax.checkpoint.folder import WEIGHTS, locate_target, read_json, replace_folder
 from peagle_jax.checkpoint.gguf_tokenizer import build_tokenizer
 from peagle_jax.checkpoint.huggingface import load_folder, read_generation
@@ -73,12 +74,13 @@ def read_target_facts(ref: str, revision: str | None = None) -> TargetFacts:
     return TargetFacts(config, ref, names, Reader(open_weights(path)), False)
 
 
-def target_tensors(params: TargetParams) -> dict[str, np.ndarray]:
+def target_tensors(cfg: TargetConfig, params: TargetParams) -> dict[str, np.ndarray]:
     """Every weight under its Hugging Face name.
 
     Raises:
         CheckpointError: a layer has a weight that has no such name.
     """
+    family = by_model_type(cfg.family)
     out = {
         names.hf: np.asarray(getattr(params, field))
         for field, names in MODEL_NAMES.items()
@@ -89,9 +91,12 @@ def target_tensors(params: TargetParams) -> dict[str, np.ndarray]:
             array = getattr(layer, part.name)
             if array is None:
                 continue
+            if part.name == "experts":
+                out |= named_experts(family, array, index)
+                continue
             if part.name not in LAYER_NAMES:
                 raise CheckpointError(f"a layer's {part.name} has no Hugging Face name to be saved under")
-            out[hf_name(part.name, index)] = np.asarray(array)
+            out[hf_name(part.name, index, family)] = np.asarray(array)
     return {name: np.ascontiguousarray(value) for name, value in out.items()}
 
 
@@ -110,6 +115,16 @@ def target_json(cfg: TargetConfig, params: TargetParams) -> dict[str, Any]:
         "eos_token_id": list(cfg.eos_token_ids),
         "torch_dtype": np.dtype(params.embed.dtype).name,
     }
+    if cfg.windows:
+        kinds = {True: "sliding_attention", False: "full_attention"}
+        out |= {"layer_types": [kinds[w > 0] for w in cfg.windows], "sliding_window": max(cfg.windows)}
+    if (moe := cfg.block.moe) is not None:
+        each = family.experts == "each"
+        out |= {"num_experts" if each else "num_local_experts": moe.num_experts}
+        out |= {"num_experts_per_tok": moe.top_k, "norm_topk_prob": moe.norm_topk_prob}
+        out |= {"moe_intermediate_size": cfg.block.intermediate_size} if each else {}
+    if cfg.block.swiglu_limit is not None:
+        out["swiglu_limit"] = cfg.block.swiglu_limit
     for flag, fields in family.by_flag:
         out[flag] = getattr(first, fields[0]) is not None
     return out
@@ -160,7 +175,7 @@ def _from_gguf(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     file = gguf.GGUFFile(path)
     cfg = gguf.read_config(file)
     params = gguf.load_params(file, cfg, jnp.float32)
-    return target_tensors(params), target_json(cfg, params)
+    return target_tensors(cfg, params), target_json(cfg, params)
 
 
 def _copy_texts(folder: Path, into: Path) -> None:

@@ -130,7 +130,7 @@ def field_spec(field: str, shape: tuple[int, ...], sizes: Mapping[str, int]) -> 
         if shape[at] % _parts(name, sizes) == 0:
             only = tuple(n if i == at else None for i, n in enumerate(names))
             return spec(only, sizes)
-    if candidates:
+    if candidates and "vector" not in names:  # biases of experts that are split within stay whole
         axis = "the tensor parallel size" if sizes.get("tensor", 1) > 1 else "mesh.fsdp"
         raise MeshError(
             f"{axis} {_parts(candidates[0], sizes)} divides no axis of {field}, which is {shape}; "

@@ -12,7 +12,7 @@ from peagle_jax.layers.block import BlockParams
 from peagle_jax.layers.moe import Experts
 from peagle_jax.layers.quantized import quantize
 from peagle_jax.models.stack import TargetParams, stack_layers
-from peagle_jax.parallel.mesh import MeshError, MeshShape, training_mesh
+from peagle_jax.parallel.mesh import MeshError, MeshShape, decoding_mesh, training_mesh
 from peagle_jax.parallel.rules import RULES, WEIGHTS, constrain, gathered, spec, weight_shardings
 from tests.tiny import TARGET, WIDE, head_config, head_params, target_params
 
@@ -70,6 +70,15 @@ def test_a_weight_that_does_not_divide_or_is_unknown_is_told():
         weight_shardings({"fc": jnp.zeros((3, 5))}, fsdp_mesh())
     with pytest.raises(MeshError, match="name no axes for the weight 'router'; add it to WEIGHTS"):
         weight_shardings({"router": jnp.zeros((4, 4))}, fsdp_mesh())
+
+
+def test_experts_that_do_not_divide_are_split_within_and_their_biases_stay_whole():
+    shapes = {"gate": jnp.zeros((6, 8, 5)), "down": jnp.zeros((6, 5, 8)), "gate_bias": jnp.zeros((6, 8))}
+    assert specs(shapes, decoding_mesh(jax.devices(), 4)) == {
+        "['gate']": PartitionSpec(None, "tensor", None),
+        "['down']": PartitionSpec(None, None, "tensor"),
+        "['gate_bias']": PartitionSpec(),
+    }
 
 
 def test_mesh_axes_of_one_device_are_left_out():

@@ -50,7 +50,7 @@ HEAD_WIDTHS = {"gpt_oss": 14336, "qwen3_moe": 12288}
 
 
 def head_of(target: TargetConfig, taps: tuple[int, ...] | None = None) -> DrafterConfig:
-    """A P-EAGLE head of four layers, as released ones are (p-eagle-spec 1.5)."""
+    """A P-EAGLE head of four layers, as released ones are."""
     block = target.block
     width = HEAD_WIDTHS.get(target.family, block.intermediate_size)
     block = dataclasses.replace(block, intermediate_size=width, moe=None, swiglu_limit=None, rope=LLAMA3)

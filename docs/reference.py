@@ -126,7 +126,7 @@ def flags() -> str:
             title = group.title or ""
             heading = "arguments" if title == "positional arguments" else title
             lines += [f"| {heading} | |", "|---|---|", *rows, ""]
-        if name.endswith("serve"):
+        if name == "python -m peagle_jax.serve":
             lines += ["### Keys of `--speculative-config`", "", "| key | |", "|---|---|"]
             lines += [*keys_of_speculative_config(), ""]
     lines += ["## Recipes of `python -m peagle_jax.train`", ""]

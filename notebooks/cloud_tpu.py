@@ -82,7 +82,7 @@ def on_tpu(command):
 # ## Serve
 #
 # The server compiles a program for every batch width first, which takes minutes on the first start; later ones find
-# them in `jax-cache`. The first line of its report says where the weights lie.
+# them in `jax-cache`. Its report's line `target lies` says where the weights are.
 
 # %%
 import atexit
@@ -151,7 +151,7 @@ if not os.path.exists("prompts.jsonl"):
 thinking = json.dumps({"enable_thinking": False})
 on_tpu(
     f"python -m peagle_jax.train regenerate --model {TARGET} --prompts prompts.jsonl --out answers.jsonl "
-    f"--batch 32 --max-tokens 1024 --max-model-len 2048 --template '{thinking}'"
+    f"--batch 32 --max-tokens 1024 --max-model-len 2048 --template '{thinking}' --tensor-parallel-size {SPLIT}"
 )
 
 # %% [markdown]
@@ -187,7 +187,8 @@ print("the recipe is well formed:", load_recipe("recipe.yaml").mesh)
 on_tpu("python -m peagle_jax.train show-mask --config recipe.yaml --count 1")
 on_tpu("python -m peagle_jax.train --config recipe.yaml")
 on_tpu(
-    f"python -m peagle_jax.generate --model {TARGET} --head run/head --prompt 'Why is the sky blue?' --compare"
+    f"python -m peagle_jax.generate --model {TARGET} --head run/head --prompt 'Why is the sky blue?' --compare "
+    f"--tensor-parallel-size {SPLIT}"
 )
 
 # %% [markdown]

@@ -2,7 +2,7 @@
 # # Train a P-EAGLE head for a small model
 #
 # A head learns to guess what *its own* target writes, so the target writes the text first. From prompts to a
-# head that drafts, in five commands:
+# head that drafts, in four commands:
 #
 # 1. **answers**: the target answers prompts
 # 2. **features**: its hidden states on that text, stored once

@@ -56,6 +56,19 @@ def add_model(parser: Parser) -> None:
         help="a Hugging Face folder or hub id, or a .gguf file (default: the embedded model)",
     )
     parser.add_argument("--tokenizer", type=named, help="a folder or hub id with another tokenizer")
+    parser.add_argument("--revision", type=named, help="of the model's hub id")
+
+
+def add_tensor_parallel_size(add: Any) -> None:
+    """How many devices hold one copy of the model; ``add`` is a parser's or a group's ``add_argument``."""
+    add(
+        "--tensor-parallel-size",
+        "-tp",
+        type=int,
+        default=1,
+        metavar="N",
+        help="devices that the model is split over (default: 1)",
+    )
 
 
 class CommandError(ValueError):

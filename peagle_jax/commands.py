@@ -194,7 +194,7 @@ def load(
     for ref in (model, head, tokenizer):
         if ref is not None:
             local_path(ref)
-    _check_revision(model, revision)
+    check_revision(model, revision)
     if num_speculative_tokens is None:
         speculate = speculate or method is not None
     else:
@@ -242,8 +242,8 @@ def check_quantization(quantization: str | None) -> None:
         )
 
 
-def _check_revision(model: str | None, revision: str | None) -> None:
-    """Only the hub has revisions; elsewhere one would be ignored."""
+def check_revision(model: str | None, revision: str | None) -> None:
+    """Raises CommandError for a model that has none: only the hub does; elsewhere it would be ignored."""
     if revision is None:
         return
     if model is not None and not local_path(model).exists():

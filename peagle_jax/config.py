@@ -228,7 +228,7 @@ def default_taps(num_layers: int) -> tuple[int, int, int]:
 
 @dataclasses.dataclass(frozen=True)
 class DrafterConfig:
-    """A P-EAGLE or EAGLE-3 head (p-eagle-spec 1.2).
+    """A P-EAGLE or EAGLE-3 head (P-EAGLE, section 2).
 
     ``taps`` are target boundaries 0..L in concatenation order. ``num_depths`` is K_train, the
     most draft tokens that the head was trained for (1 for EAGLE-3, whose passes are sequential).

@@ -119,7 +119,7 @@ class Trials:
 
 
 def illness(found: AcceptanceStatistics) -> str | None:
-    """What is wrong with these rates, None for a healthy head's (p-eagle-spec 3.9, 4.6; jax-notes E.5)."""
+    """What is wrong with these rates, None for a healthy head's."""
     rates = found.acceptance_per_position
     if rates[0] < HEALTHY_FIRST:
         return (

@@ -15,7 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from peagle_jax import commands, precision
-from peagle_jax.arguments import CommandError, Parser, add_model, named, run_command
+from peagle_jax.arguments import (
+    CommandError,
+    Parser,
+    add_model,
+    add_tensor_parallel_size,
+    named,
+    run_command,
+)
 from peagle_jax.checkpoint.dialects import MapKind, read_facts
 from peagle_jax.checkpoint.errors import CheckpointError
 from peagle_jax.checkpoint.folder import local_path, read_json, resolve
@@ -240,14 +247,7 @@ def build_parser() -> Parser:
         help="tokens drafted a round (default: 5, or what the head was trained for)",
     )
     precision.add_quantization(add)
-    add(
-        "--tensor-parallel-size",
-        "-tp",
-        type=int,
-        default=1,
-        metavar="N",
-        help="devices that the model and its head are split over (default: 1)",
-    )
+    add_tensor_parallel_size(add)
     add("--dtype", choices=commands.DTYPES, default="auto", help="of the weights (default: auto)")
     add("--raw", action="store_true", help="the prompts as they are, without the model's chat template")
     add("--all", action="store_true", help="try every reading, also of a healthy head")
@@ -270,10 +270,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     placement = commands.placement(1, args.tensor_parallel_size) if args.tensor_parallel_size != 1 else None
     commands.check_quantization(args.quantization)
+    commands.check_revision(args.model, args.revision)
     say("loading")
     target = load_target(
         args.model,
         dtype=dtype,
+        revision=args.revision,
         tokenizer=args.tokenizer,
         mesh=placement and placement.mesh,
         quantization=args.quantization,

@@ -15,7 +15,15 @@ import jax
 import jax.numpy as jnp
 
 from peagle_jax import commands, precision
-from peagle_jax.arguments import CommandError, Parser, add_model, named, run_command, utf8
+from peagle_jax.arguments import (
+    CommandError,
+    Parser,
+    add_model,
+    add_tensor_parallel_size,
+    named,
+    run_command,
+    utf8,
+)
 from peagle_jax.commands import Loaded
 from peagle_jax.config import TargetConfig
 from peagle_jax.layers.attention import packed_attention
@@ -157,12 +165,7 @@ def build_parser() -> Parser:
     add = parser.add_argument
     add("--prompt", type=utf8, required=True, help="the user's message; - reads it from standard input")
     add_model(parser)
-    add("--revision", type=named, help="of the model's hub id")
-    add(
-        "--head",
-        type=named,
-        help="a head's folder or hub id, or none (default: the embedded model's own head)",
-    )
+    add("--head", type=named, help="a head's folder or hub id, or none (default: the embedded model's own)")
     add(
         "--num-speculative-tokens",
         type=int,
@@ -183,8 +186,7 @@ def build_parser() -> Parser:
     add("--min-p", type=float, default=0.0, help="drop tokens below this share of the best's probability")
     add("--seed", type=int, default=0, help="the same seed gives the same tokens, with any head (default: 0)")
     add("--dtype", choices=commands.DTYPES, default="auto", help="of the weights (default: auto)")
-    tensor = "--tensor-parallel-size", "-tp"
-    add(*tensor, type=int, default=1, metavar="N", help="devices to split the model over")
+    add_tensor_parallel_size(add)
     add("--draft-tensor-parallel-size", type=int, metavar="N", help="1: the head is whole on each of them")
     precision.add_quantization(add)
     precision.add_kv_cache_dtype(add)

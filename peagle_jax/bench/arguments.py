@@ -28,7 +28,7 @@ _ACCEPTANCE = """\
 The acceptance length counts the token that the target adds itself: 1 is no help, K + 1 the most. By position
 is the share of drafting rounds that accept at least so many; "their tokens" are the part of all tokens that
 came from such rounds (n-gram lookup and adaptive drafting make others too). Servers are judged by their own
-counters (vllm:spec_decode_num_drafts and the like, before and after), so that one command compares both:
+counters (vllm:spec_decode_num_drafts and the like, before and after), so that one command compares both.
 
   python -m peagle_jax.bench acceptance --dataset mt_bench --num-prompts 16 --methods peagle \\
       --num-speculative-tokens 3 --start 'vllm=VLLM_CPU_OMP_THREADS_BIND=0-1 .venv-vllm/bin/python
@@ -174,7 +174,6 @@ def _add_models(parser: Parser, default: str) -> None:
     group = parser.add_argument_group("in this process")
     add = group.add_argument
     add_model(group)
-    add("--revision", type=named, help="of the model's hub id")
     names = ", ".join(methods.NAMES)
     add(
         "--methods",

@@ -44,7 +44,7 @@ def rollout_rows(anchors: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, 
 
 
 def paper_segments(n: int, anchor: np.ndarray, depth: np.ndarray, segments: int) -> list[Rows]:
-    """The paper's assignment (p-eagle-spec 3.6): rollouts by anchor + 1, depth-0 rows by position, and
+    """The paper's assignment (algorithm 1): rollouts by anchor + 1, depth-0 rows by position, and
     every depth-0 row before the segment's end as context."""
     passes = []
     for s in range(segments):
@@ -62,7 +62,7 @@ def paper_segments(n: int, anchor: np.ndarray, depth: np.ndarray, segments: int)
 
 
 def masked_attention(q: Array, k: Array, v: Array, anchor: Array, depth: Array, dtype: Any) -> Array:
-    """Rows (1, R, heads, H) over all rows by the rule of p-eagle-spec 3.3, a block of queries at a time."""
+    """Rows (1, R, heads, H) over all rows by the rule of the partition, a block of queries at a time."""
     groups, rows = k.shape[2], q.shape[1]
     q, k, v = (
         (q * q.shape[-1] ** -0.5).astype(dtype),

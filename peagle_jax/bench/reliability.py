@@ -11,7 +11,8 @@ STEPS = 30
 """Of Newton's method; it converges in a few."""
 
 PRIOR = 4.0
-"""Drafts that the identity weighs: a depth that was hardly ever reached stays close to it."""
+"""Drafts that the fit of the depth above weighs (of the first, the identity): a depth that was hardly ever
+reached stays close to it."""
 
 LEAST_SLOPE = 0.05
 LEAST = 1e-6
@@ -36,19 +37,19 @@ def log_odds(p: np.ndarray) -> np.ndarray:
 def fit(drafts: Drafts, depths: int) -> np.ndarray:
     """For each depth (slope, offset) on the log-odds that make the outcomes likeliest, float32 (depths, 2).
 
-    Logistic regression (Platt's scaling) with the identity as prior.
+    Logistic regression (Platt's scaling) with the depth above as prior.
     """
-    found = np.tile(np.float64([1, 0]), (depths, 1))
+    found, prior = np.zeros((depths, 2)), np.float64([1, 0])
     for depth in range(1, depths + 1):
         _, confidence, accepted = drafts.where(drafts.depths == depth)
         x = np.stack([log_odds(confidence), np.ones(len(confidence))], axis=1)
-        w = found[depth - 1].copy()
+        w = prior.copy()
         for _ in range(STEPS):
             p = 1 / (1 + np.exp(-np.clip(x @ w, -30, 30)))
-            slope = x.T @ (accepted - p) - PRIOR * (w - [1, 0])
+            slope = x.T @ (accepted - p) - PRIOR * (w - prior)
             curvature = (x * (p * (1 - p))[:, None]).T @ x + PRIOR * np.eye(2)
             w += np.clip(np.linalg.solve(curvature, slope), -1, 1)
-        found[depth - 1] = max(w[0], LEAST_SLOPE), w[1]
+        found[depth - 1] = prior = np.array([max(w[0], LEAST_SLOPE), w[1]])
     return found.astype(np.float32)
 
 

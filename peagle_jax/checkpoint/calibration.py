@@ -16,7 +16,7 @@ import numpy as np
 from peagle_jax.checkpoint.errors import CheckpointError
 from peagle_jax.checkpoint.folder import resolve
 
-FILE = "calibration.json"
+CALIBRATION = "calibration.json"
 
 
 def read_calibration(head: str) -> np.ndarray | None:
@@ -25,7 +25,7 @@ def read_calibration(head: str) -> np.ndarray | None:
     Raises:
         CheckpointError: the file is there and is no calibration.
     """
-    path = resolve(head) / FILE
+    path = resolve(head) / CALIBRATION
     if not path.is_file():
         return None
     try:
@@ -49,7 +49,7 @@ def for_depths(calibration: np.ndarray, depths: int) -> np.ndarray:
 
 def write_calibration(folder: Path, calibration: np.ndarray, **facts: Any) -> Path:
     """Writes a head's calibration, with ``facts`` of how it was measured; returns the file."""
-    path = folder / FILE
+    path = folder / CALIBRATION
     content = {"calibration": [[round(float(x), 4) for x in row] for row in calibration], **facts}
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return path

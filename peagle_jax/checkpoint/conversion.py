@@ -54,7 +54,7 @@ def convert_head(
     target: TargetFacts | None = None,
     reading: Reading = Reading(),
 ) -> StoredHead:
-    """Reads a head, writes it in another layout, and returns what was written.
+    """Reads a head, writes it in another layout with its calibration, and returns what was written.
 
     Raises:
         CheckpointError: the head cannot be read, the layout cannot hold it, or the disk refuses.
@@ -62,7 +62,7 @@ def convert_head(
     head = read_stored_head(source, target and target.config, **reading.options())
     if target is not None:
         head = _with_target(head, layout, target)
-    write_head(into, head, layout, target and target.config)
+    write_head(into, head, layout, target and target.config, calibrated_in=source)
     return head
 
 

@@ -1,7 +1,7 @@
 """The layouts in which heads are published: what each config key and tensor name means.
 
 Sources: the readers of vLLM (``llama_eagle3.py``, the speculators adapter), speculators, SpecForge,
-NeMo AutoModel, SafeAILab/EAGLE and AWS's nkipy; p-eagle-spec sections 1.6 to 1.8.
+NeMo AutoModel, SafeAILab/EAGLE and AWS's nkipy.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """Writes heads in the layouts that others load, and refuses what a layout cannot say.
 
 Sources: vLLM's ``llama_eagle3.py`` and its speculators adapter, speculators' ``eagle3`` and ``peagle``
-models, SafeAILab/EAGLE's ``cnets.py`` (p-eagle-spec sections 1.7 and 1.8).
+models, SafeAILab/EAGLE's ``cnets.py``.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 from safetensors.numpy import save_file
 
+from peagle_jax.checkpoint.calibration import CALIBRATION
 from peagle_jax.checkpoint.config_writer import block_json
 from peagle_jax.checkpoint.dialects import AUX_KEY, HEAD_NAMES, MASK_TOKEN_KEYS, OWN_SECTION, layer_name
 from peagle_jax.checkpoint.errors import CheckpointError
@@ -28,11 +30,19 @@ LAYOUTS: tuple[Layout, ...] = ("orbax", "vllm", "speculators", "eagle3")
 _QKVO = (*QKV_BIASES, "bo")
 
 
-def write_head(folder: Path, head: StoredHead, layout: Layout, target: TargetConfig | None = None) -> None:
-    """Writes the head into ``folder``, all of it or nothing. Other files of the folder stay.
+def write_head(
+    folder: Path,
+    head: StoredHead,
+    layout: Layout,
+    target: TargetConfig | None = None,
+    calibrated_in: Path | None = None,
+) -> None:
+    """Writes the head into ``folder``, all of it or nothing. Other files of the folder stay, but for the
+    calibration of the weights that were there.
 
     Args:
         target: only ``eagle3`` needs it, to know that the head's taps are the ones that this layout implies.
+        calibrated_in: a folder with the same weights, whose calibration goes with them if there is one.
 
     Raises:
         CheckpointError: the layout cannot hold the head, or the disk refuses.
@@ -47,8 +57,10 @@ def write_head(folder: Path, head: StoredHead, layout: Layout, target: TargetCon
         else:
             write_safetensors(into / "model.safetensors", tensors)
         (into / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        if calibrated_in is not None and (calibrated_in / CALIBRATION).is_file():
+            shutil.copyfile(calibrated_in / CALIBRATION, into / CALIBRATION)
 
-    replace_folder(folder, write, drop=WEIGHTS)
+    replace_folder(folder, write, drop=(*WEIGHTS, CALIBRATION))
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
@@ -84,7 +96,7 @@ def in_layout(
 
 
 def vllm_config(head: StoredHead) -> dict[str, Any]:
-    """config.json with every spelling of a key that some loader reads (p-eagle-spec 1.8)."""
+    """config.json with every spelling of a key that some loader reads."""
     o, about = head.outline, head.about
     qwen3, parallel = any(head.layer_has("q_norm")), o.method == "peagle"
     architecture = "LlamaForCausalLMEagle3"

@@ -1,4 +1,4 @@
-"""The head: one module for P-EAGLE and EAGLE-3 (p-eagle-spec 1.2).
+"""The head: one module for P-EAGLE and EAGLE-3 (P-EAGLE, section 2).
 
 Slot p pairs the token at p+1 with the target's feature at p, has RoPE position p, and its logits
 predict the token at p+2. A mask slot pairs the mask token with ``mask_hidden``.

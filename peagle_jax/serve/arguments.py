@@ -17,6 +17,7 @@ from peagle_jax.arguments import (
     Parser,
     add_model,
     add_processes,
+    add_tensor_parallel_size,
     check_processes,
     named,
     utf8,
@@ -132,7 +133,6 @@ def build_parser() -> Parser:
 
 def _add_model_flags(group: Any) -> None:
     add = group.add_argument
-    add("--revision", type=named, help="of the model's hub id")
     add("--speculative-config", type=utf8, metavar="JSON", help="the head and how it drafts; see below")
     add("--dtype", choices=commands.DTYPES, default="auto", help="of the weights (default: auto)")
     precision.add_quantization(add)
@@ -173,7 +173,12 @@ def _add_engine_flags(group: Any) -> None:
         metavar="N",
         help="requests that run at once, on each replica (default: 64, on CPU 8)",
     )
-    add("--max-num-batched-tokens", type=whole(1), metavar="N", help="tokens of a prompt in one dispatch")
+    add(
+        "--max-num-batched-tokens",
+        type=whole(1),
+        metavar="N",
+        help="of prompts, and K + 1 for each running request, in one dispatch",
+    )
     add(
         "--gpu-memory-utilization",
         "--hbm-utilization",
@@ -182,14 +187,7 @@ def _add_engine_flags(group: Any) -> None:
         help="part of the memory that weights and cache may take (default: 0.9)",
     )
     precision.add_kv_cache_dtype(add)
-    add(
-        "--tensor-parallel-size",
-        "-tp",
-        type=whole(1),
-        default=1,
-        metavar="N",
-        help="devices that a model is split over (default: %(default)s)",
-    )
+    add_tensor_parallel_size(add)
     add(
         "--data-parallel-size",
         "-dp",

@@ -19,9 +19,12 @@ MARGIN = 1.05
 SAMPLES = 9
 """Round times whose median counts: one slow round says nothing."""
 
-PROBE_EVERY = 128
-"""Rounds of a width after which one is made with a K that is not in use, to see whether times or acceptance
-have changed. It costs less than a hundredth."""
+PROBE_SHARE = 0.005
+"""Of the speed, what it may cost to make rounds now and then with a K that is not in use, to see whether
+times or acceptance have changed: one nearly as good is tried more often than one that is far worse."""
+
+PROBE_EVERY = 8, 128
+"""Rounds of a width between such rounds, at least and at most."""
 
 TRIALS = 2
 """Rounds that a K gets before its time is trusted."""
@@ -62,7 +65,7 @@ class DraftLength:
         self._idle: dict[tuple[int, int, int], float] = {}
         self._shares: dict[tuple[int, int], dict[int, float]] = {}
         self._current: dict[int, int] = {}
-        self._rounds: collections.Counter[int] = collections.Counter()
+        self._since_probe: collections.Counter[int] = collections.Counter()
         self._probes = 0
 
     @property
@@ -86,16 +89,24 @@ class DraftLength:
         ]
         if untried:
             return untried[-1]
-        self._rounds[width] += 1
         best = max(self.drafts, key=lambda k: self.speed(width, k))
         current = self._current.setdefault(width, best)
         if self.speed(width, best) > MARGIN * self.speed(width, current):
             current = self._current[width] = best
-        if self._rounds[width] % PROBE_EVERY == 0:
-            others = [k for k in self.drafts if k != current]
-            self._probes += 1
-            return others[self._probes % len(others)]
-        return current
+        others = [k for k in self.drafts if k != current]
+        other = others[self._probes % len(others)]
+        self._since_probe[width] += 1
+        if self._since_probe[width] < self._patience(width, current, other):
+            return current
+        self._since_probe[width] = 0
+        self._probes += 1
+        return other
+
+    def _patience(self, width: int, current: int, other: int) -> float:
+        """Rounds between two of ``other``, each of which loses so many of ``current``."""
+        lost = self.speed(width, current) / self.speed(width, other) - 1
+        least, most = PROBE_EVERY
+        return min(max(lost * self.tokens(other) / self.tokens(current) / PROBE_SHARE, least), most)
 
     def pace(self, width: int, k: int) -> dict[int, float]:
         """Seconds that a round of ``width`` and K takes, by how many nodes it verifies. Where some have no

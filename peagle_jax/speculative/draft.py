@@ -86,7 +86,7 @@ def _rows(x: Array, index: Array) -> Array:
 def draft_parallel(
     p: DrafterParams, cfg: DrafterConfig, state: DecodeState, k: int, width: int, count: int
 ) -> tuple[Marginals, KVCache]:
-    """``count`` candidates for each of K positions from one pass (p-eagle-spec 2.3), which has ``width`` +
+    """``count`` candidates for each of K positions from one pass (P-EAGLE, section 2), which has ``width`` +
     K - 1 rows. At most ``width`` of them are pending. Row i is a committed position while i < the pending
     count, then a mask. Rows past the K-1 masks are padding: causally invisible to the real ones and
     overwritten later.
@@ -109,7 +109,7 @@ def draft_sequential(
     p: DrafterParams, cfg: DrafterConfig, state: DecodeState, k: int, width: int, count: int
 ) -> tuple[Marginals, KVCache]:
     """One candidate for each of K positions from K passes: each later one reads the draft before it and the
-    head's own pre-norm state in place of the feature (p-eagle-spec 3.10)."""
+    head's own pre-norm state in place of the feature (EAGLE-3)."""
     pending, cache = cast(Pending, state.pending), cast(KVCache, state.drafter_cache)
     base, ready = state.length - pending.count, state.ready
     g = fuse(p, cfg, pending.features[:, :width])

@@ -103,7 +103,7 @@ def draft_tree(
 def run_rounds(
     params: Params, state: DecodeState, turn: Turn, *, models: Models, width: int, k: int, rounds: int
 ) -> tuple[DecodeState, RoundOutput]:
-    """``rounds`` rounds of K drafts for the first ``width`` slots (p-eagle-spec 2.3).
+    """``rounds`` rounds of K drafts for the first ``width`` slots (P-EAGLE, section 2).
 
     Returns the state and outputs with a leading axis of ``rounds``.
     """

@@ -1,4 +1,4 @@
-"""Acceptance counted as vLLM counts it (p-eagle-spec 2.6)."""
+"""Acceptance counted as vLLM counts it."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ from peagle_jax.arguments import (
     Parser,
     add_model,
     add_processes,
+    add_tensor_parallel_size,
     check_processes,
     run_command,
 )
@@ -63,6 +64,7 @@ def parser(command: str) -> Parser:
             choices=["bfloat16", "float32"],
             help="of the weights (default: bfloat16)",
         )
+        add_tensor_parallel_size(add)
         add("--batch", type=int, default=8, help="conversations at once (default: 8)")
         add("--max-tokens", type=int, default=320, help="of an answer, at most (default: 320)")
         add(

@@ -35,7 +35,7 @@ def distillation_loss(
     kind: LossKind,
     saved_dtype: jnp.dtype,
 ) -> Float[Array, "..."]:
-    """Loss of each row over the draft vocabulary, float32 (p-eagle-spec 3.7).
+    """Loss of each row over the draft vocabulary, float32.
 
     ``kl`` is KL(target || draft); cross-entropy to the target's whole distribution has the same
     gradient. ``cross_entropy`` is that to the target's best token. The target is a constant. The

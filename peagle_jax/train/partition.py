@@ -2,7 +2,7 @@
 
 Element (a, d) has anchor a and depth d, reference position p = a + d. Depth 0 reads the token at
 a+1 with the feature at a; a deeper row reads the mask token with ``mask_hidden``. A row sees the
-depth-0 rows up to its anchor and its own rollout's rows up to its depth (p-eagle-spec 3.3).
+depth-0 rows up to its anchor and its own rollout's rows up to its depth (P-EAGLE, section 3).
 
 Depth-0 rows never see mask rows, so they run once, as an ordinary causal pass that leaves each
 layer's keys and values. Segments of rollouts then read those, and each row's at most K-1 rollout
@@ -287,7 +287,7 @@ def peagle_loss(
     remat: Remat = "off",
     parts: SequenceParts = WHOLE,
 ) -> tuple[Float[Array, ""], Metrics]:
-    """Mean weighted loss over all supervised rows of depths 0..K-1 (p-eagle-spec 3.7).
+    """Mean weighted loss over all supervised rows of depths 0..K-1.
 
     ``depth_counts`` is (M_1, ..., M_{K-1}), the rows of each depth in one segment, and may be
     empty (K = 1). ``target_head`` are the target's vocabulary rows at the draft ids. ``remat`` is

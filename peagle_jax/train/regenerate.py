@@ -14,8 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
+from peagle_jax import commands
 from peagle_jax.checkpoint.model import LoadedTarget, load_target
 from peagle_jax.speculative.decoder import Decoder, Request
+from peagle_jax.speculative.placement import Placement
 from peagle_jax.speculative.sampling import HIGHEST_TEMPERATURE, SamplingParams
 from peagle_jax.train.places import check_path, check_writable
 from peagle_jax.train.progress import progress_bar
@@ -26,6 +28,7 @@ from peagle_jax.train.tokens import ConversationEncoder
 
 CONTEXT = 1024
 RANGES = {
+    "tensor_parallel_size": AT_ONCE,
     "batch": AT_ONCE,
     "max_tokens": COUNT,
     "max_model_len": "[2, 2147483647]",
@@ -44,7 +47,9 @@ class Options:
     out: str
     model: str | None = None
     tokenizer: str | None = None
+    revision: str | None = None
     dtype: str = "bfloat16"
+    tensor_parallel_size: int = 1
     batch: int = 8
     max_tokens: int = 320
     max_model_len: int | None = None
@@ -129,14 +134,14 @@ def finished_ids(path: Path, target: str, temperatures: Sequence[float]) -> set[
     return ids
 
 
-def make_decoder(options: Options, model: LoadedTarget) -> Decoder:
+def make_decoder(options: Options, model: LoadedTarget, placement: Placement | None = None) -> Decoder:
     most = model.config.max_position
     room = min(CONTEXT, most) if options.max_model_len is None else options.max_model_len
     if room > most:
         raise TrainError(
             f"--max-model-len is {room}, but {model.name} has {most} positions; give {most} at most"
         )
-    return Decoder(model.config, model.params, max_model_len=room, batch=options.batch)
+    return Decoder(model.config, model.params, max_model_len=room, batch=options.batch, placement=placement)
 
 
 def answer(
@@ -247,8 +252,16 @@ def regenerate(options: Options, console: Console, model: LoadedTarget | None = 
     conversations = list(unique.values())
     if count > len(unique):
         console.print(f"{count - len(unique)} records repeat one before them; left out")
+    placement = commands.placement(1, options.tensor_parallel_size)
     if model is None:
-        model = load_target(options.model, dtype=jnp.dtype(options.dtype), tokenizer=options.tokenizer)
+        commands.check_revision(options.model, options.revision)
+        model = load_target(
+            options.model,
+            dtype=jnp.dtype(options.dtype),
+            revision=options.revision,
+            tokenizer=options.tokenizer,
+            mesh=placement.mesh,
+        )
     out = Path(options.out)
     done = finished_ids(out, model.name, options.temperatures)
     waiting = [c for c in conversations if record_id(c.record) not in done]
@@ -256,7 +269,7 @@ def regenerate(options: Options, console: Console, model: LoadedTarget | None = 
     if not waiting:
         return 0
     encoder = ConversationEncoder(model.tokenizer, model.config.eos_token_ids, dict(options.template))
-    decoder = make_decoder(options, model)
+    decoder = make_decoder(options, model, placement)
     console.print("compiling; the first answers come after that")
     out.parent.mkdir(parents=True, exist_ok=True)
     added = tokens = 0

@@ -20,8 +20,11 @@ def test_the_fit_finds_what_made_the_outcomes():
     np.testing.assert_allclose(fit(both, 2), [[0.6, -0.8], [1.3, 0.4]], atol=0.07)
 
 
-def test_a_depth_that_was_never_reached_stays_as_it_is():
-    np.testing.assert_allclose(fit(drawn(0.6, -0.8), 3)[2], [1, 0])
+def test_a_depth_that_was_never_reached_is_as_the_one_above():
+    found = fit(drawn(0.6, -0.8), 3)
+    np.testing.assert_allclose(found[1:], found[:1].repeat(2, axis=0))
+    nothing = Drafts(np.zeros(0, int), np.zeros(0), np.zeros(0, bool))
+    np.testing.assert_allclose(fit(nothing, 2), [[1, 0], [1, 0]])
 
 
 def test_outcomes_against_all_probabilities_give_no_negative_slope():

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from peagle_jax.checkpoint.calibration import FILE, for_depths, read_calibration, write_calibration
+from peagle_jax.checkpoint.calibration import CALIBRATION, for_depths, read_calibration, write_calibration
 from peagle_jax.checkpoint.errors import CheckpointError
 
 ROWS = np.float32([[1.25, -0.5], [0.75, 0.25], [0.5, 0.0]])
@@ -37,7 +37,7 @@ def test_depths_past_the_last_one_are_like_it():
     ],
 )
 def test_a_file_that_is_no_calibration_is_refused_in_one_line(tmp_path, text):
-    (tmp_path / FILE).write_text(text)
+    (tmp_path / CALIBRATION).write_text(text)
     with pytest.raises(CheckpointError, match="is no calibration; expected") as error:
         read_calibration(str(tmp_path))
     assert "\n" not in str(error.value)

@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from peagle_jax.checkpoint import conversion
+from peagle_jax.checkpoint.calibration import read_calibration, write_calibration
 from peagle_jax.checkpoint.conversion import Reading, convert_head, is_head, verify_head
 from peagle_jax.checkpoint.errors import CheckpointError
 from peagle_jax.checkpoint.head import load_head
@@ -121,6 +122,19 @@ def convertible(head, layout: str) -> bool:
         plain = not (o.norm_before_fc or o.norm_before_residual)
         return o.method == "eagle3" and o.taps.boundaries == DEFAULT_TAPS and plain
     return True
+
+
+def test_the_calibration_goes_with_the_weights_and_not_with_others(tmp_path, target):
+    name = next(iter(PUBLISHED))
+    saved = written(tmp_path / "head", PUBLISHED[name][0], name)
+    convert_head(saved.folder, tmp_path / "plain", "orbax", target)
+    rows = np.float32([[1.5, 0.25]])
+    write_calibration(saved.folder, rows)
+    convert_head(saved.folder, tmp_path / "other", "orbax", target)
+    np.testing.assert_array_equal(read_calibration(str(tmp_path / "other")), rows)
+    assert read_calibration(str(tmp_path / "plain")) is None
+    convert_head(tmp_path / "plain", tmp_path / "other", "orbax", target)  # weights without one
+    assert read_calibration(str(tmp_path / "other")) is None
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def test_whole_sequences_without_a_cache_give_the_same_states():
 
 @pytest.mark.parametrize("form", [lambda p: p, stack.stack_layers], ids=["unrolled", "scanned"])
 def test_a_tap_is_the_residual_stream_after_that_many_layers(form):
-    """Marker target (user-issues C01): layer k adds one-hot k to the stream and reads nothing."""
+    """Marker target: layer k adds one-hot k to the stream and reads nothing."""
     zero = jax.tree.map(jnp.zeros_like, PARAMS)
     d = TARGET.hidden_size
     layers = tuple(

@@ -1,5 +1,6 @@
 """Chosen lengths on simulated machines: never slower than the best fixed one, but for the cost of knowing."""
 
+import itertools
 import random
 
 import pytest
@@ -64,7 +65,8 @@ def test_lengths_nearly_as_good_do_not_take_turns():
     run(chooser, machine, 8, 300)
     _, chosen = run(chooser, machine, 8, 1000)
     most = max(set(chosen), key=chosen.count)
-    assert sum(k != most for k in chosen) < 30
+    assert sum(k != most for k in chosen) < 60  # tried now and then
+    assert sum(a != most and b != most for a, b in itertools.pairwise(chosen)) < 10
 
 
 def test_a_change_of_the_text_is_noticed_in_both_directions():
@@ -73,6 +75,24 @@ def test_a_change_of_the_text_is_noticed_in_both_directions():
     assert run(chooser, good, 4, 200)[1][-1] == 5
     assert run(chooser, bad, 4, 200)[1][-1] == 0
     assert run(chooser, good, 4, 1500)[1].count(5) > 500
+
+
+def test_drafting_that_nearly_pays_is_tried_again_soon():
+    good, bad = (Machine(fixed=20, per_row=0.25, draft=2, rate=rate) for rate in (0.45, 0.02))
+    chooser = DraftLength((0, 5))
+    run(chooser, good, 1, 200)
+    assert run(chooser, bad, 1, 200)[1][-50:].count(5) < 10
+    assert run(chooser, good, 1, 300)[1].count(5) > 150
+
+
+def test_a_stretch_of_slow_rounds_does_not_end_drafting_for_long():
+    machine = Machine(fixed=20, per_row=0.25, draft=2, rate=0.45)
+    chooser = DraftLength((0, 5))
+    run(chooser, machine, 1, 200)
+    for _ in range(9):
+        chooser.record(1, 5, 5, 2 * machine.seconds(1, 5))  # another program had the cores
+    chosen = run(chooser, machine, 1, 500)[1]
+    assert chosen[:20].count(0) > 10 and chosen[-200:].count(5) > 180
 
 
 def test_lengths_fixed_by_batch_size_need_no_measurement():

@@ -1,4 +1,4 @@
-"""Harmony's channels (user-issues G07, G08): reasoning, content and calls, in one piece or in many."""
+"""Harmony's channels: reasoning, content and calls, in one piece or in many."""
 
 import pytest
 

@@ -42,7 +42,7 @@ def test_random_texts_lose_nothing_but_markers_and_blanks():
 
 
 def test_the_last_words_of_reasoning_survive_a_call_in_the_same_piece():
-    """user-issues G05: the end marker and a call in one delta."""
+    """The end marker and a call in one delta."""
     text = '<think>so I call</think>\n<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     delta = every_cut(lambda: ThinkParser(HermesParser(counter())), text)
     assert delta.reasoning == "so I call" and delta.content == ""

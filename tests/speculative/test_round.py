@@ -123,7 +123,7 @@ def test_batch_mates_rounds_and_late_reading_do_not_change_a_sequence(plain):
 
 
 def test_draft_caches_after_acceptance_equal_a_fresh_prefill(heads):
-    """Committed slots are rewritten from the target's features (user-issues C08, C09)."""
+    """Committed slots are rewritten from the target's features."""
     d = heads["peagle", 3]
     answer, _, _ = tokens(d, PROMPTS[0], SAMPLINGS[0], max_tokens=20)
     text = [*PROMPTS[0], *answer]

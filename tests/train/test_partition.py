@@ -1,4 +1,4 @@
-"""The scan over segments against the flat N x K masked pass (p-eagle-spec 3.3, 3.6)."""
+"""The scan over segments against the flat N x K masked pass."""
 
 import jax
 import jax.numpy as jnp

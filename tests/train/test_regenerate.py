@@ -1,8 +1,10 @@
+import dataclasses
 import json
 
 import numpy as np
 import pytest
 
+from peagle_jax.arguments import CommandError
 from peagle_jax.speculative.decoder import Decoder
 from peagle_jax.speculative.sampling import SamplingParams
 from peagle_jax.train import regenerate as module
@@ -16,6 +18,7 @@ from peagle_jax.train.regenerate import (
     start_conversation,
 )
 from peagle_jax.train.tokens import ConversationEncoder, Summary, encode_records
+from tests.serve.tiny_model import write_model
 from tests.train import tiny_run
 
 
@@ -71,6 +74,20 @@ def test_answers_are_what_the_target_writes(tmp_path, model, console):
         stopped = expected[-1] == tiny_run.END
         assert line["finish"] == ("stop" if stopped else "length")
         assert reply["content"] == model.tokenizer.decode(expected[:-1] if stopped else expected)
+
+
+def test_a_target_split_over_devices_writes_the_same_answers(tmp_path, console):
+    write_model(tmp_path / "model")
+    prompts(tmp_path, 2)
+    for size in (1, 2):
+        out = str(tmp_path / f"{size}.jsonl")
+        asked = options(tmp_path, model=str(tmp_path / "model"), dtype="float32", out=out, max_model_len=None)
+        assert regenerate(dataclasses.replace(asked, tensor_parallel_size=size), console) == 2
+    assert (tmp_path / "1.jsonl").read_text() == (tmp_path / "2.jsonl").read_text()
+    with pytest.raises(CommandError, match="--tensor-parallel-size 9 asks for 9 devices, but there are 4"):
+        regenerate(options(tmp_path, tensor_parallel_size=9), console)
+    with pytest.raises(CommandError, match="revision 'main' is for a model of the Hugging Face hub"):
+        regenerate(options(tmp_path, revision="main"), console)
 
 
 def test_every_question_of_a_conversation_is_answered_in_turn(tmp_path, model, console):
@@ -145,6 +162,7 @@ def test_answers_of_another_target_are_not_mixed(tmp_path):
         ({"temperatures": (0.0, -0.1)}, "--temperatures must lie in .*, found -0.1"),
         ({"temperatures": (float("nan"),)}, "--temperatures must lie in .*, found nan"),
         ({"temperatures": ()}, "--temperatures is empty"),
+        ({"tensor_parallel_size": 0}, r"--tensor-parallel-size must lie in \[1, 65536\], found 0"),
         ({"limit": -1}, "--limit must lie in .*, found -1"),
         ({"seed": -1}, "--seed must lie in .*, found -1"),
         ({"prompts": ("a\0b",)}, "--prompts holds a NUL character"),

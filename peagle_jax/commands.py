@@ -102,8 +102,12 @@ class Loaded:
 
         Raises:
             ConfigError: the head does not fit the target, or K is above what it was trained for.
-            CommandError: the machine has no memory for such a context.
+            CommandError: the machine has no memory for such a context, or a tree is asked for without a
+                head.
         """
+        if arrangement.is_tree and not (self.head and self.num_speculative_tokens):
+            found = "the drafts are looked up" if self.lookup else "there are no drafts: no head, or K = 0"
+            raise CommandError(f"a tree is made of a P-EAGLE head's drafts, but {found}; leave the tree out")
         check_memory(self, max_model_len)
         head = self.head if speculative and self.num_speculative_tokens else None
         spec = self.spec(rounds, arrangement) if head else SpecConfig(rounds=rounds)

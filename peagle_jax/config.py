@@ -282,6 +282,11 @@ class DrafterConfig:
         return len(self.taps) * self.target_hidden_size
 
 
+MAX_NODES = 256
+"""Of a tree. Verification has a row for each and a mask of their square, and a CPU or a GPU stops gaining far
+below it."""
+
+
 @dataclasses.dataclass(frozen=True)
 class SpecConfig:
     """How a round speculates: K drafts from a head of ``method``, or found by the host (``ngram``,
@@ -330,6 +335,8 @@ class SpecConfig:
             not nodes or nodes >= k,
             f"num_speculative_nodes is {nodes}; expected at least num_speculative_tokens, {k}, a chain's",
         )
+        count = max(nodes, len(paths))
+        _require(count <= MAX_NODES, f"the tree has {count} nodes; expected at most {MAX_NODES}")
         known = set(paths)
         _require(len(known) == len(paths), "speculative_token_tree names a path twice")
         for path in paths:

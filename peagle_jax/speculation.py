@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from peagle_jax.config import DrafterConfig, SpecConfig
+from peagle_jax.config import MAX_NODES, ConfigError, DrafterConfig, SpecConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +20,10 @@ class Arrangement:
     num_trees: int = 1
     adaptive: bool = False
 
+    @property
+    def is_tree(self) -> bool:
+        return bool(self.num_speculative_nodes or self.speculative_token_tree or self.num_trees > 1)
+
     def spec(self, k: int, head: DrafterConfig, rounds: int = 1) -> SpecConfig:
         """The round of ``k`` drafts.
 
@@ -27,6 +31,10 @@ class Arrangement:
             ConfigError: settings that contradict each other, or a head that cannot draft a tree.
         """
         paths = self.speculative_token_tree
+        if self.num_trees * k > MAX_NODES:
+            raise ConfigError(
+                f"num_trees is {self.num_trees}, each with {k} nodes; expected at most {MAX_NODES} together"
+            )
         if self.num_trees > 1:
             paths = tuple((r,) + (0,) * depth for r in range(self.num_trees) for depth in range(k))
         spec = SpecConfig(k, head.method, rounds, self.num_speculative_nodes, paths)

@@ -14,6 +14,8 @@ from peagle_jax.checkpoint.errors import CheckpointError
 from peagle_jax.checkpoint.model import LoadedTarget
 from peagle_jax.config import ConfigError
 from peagle_jax.layers.quantized import quantize
+from peagle_jax.speculation import Arrangement
+from peagle_jax.speculative.lookup import Lookup
 from peagle_jax.speculative.request import Request, settings_of
 from tests.serve.tiny_model import CONFIG, PARAMS, TOKENIZER, tiny_head
 from tests.tiny import head_params
@@ -146,6 +148,16 @@ def test_a_context_beyond_the_memory_is_refused_and_names_what_fits(loads):
     commands.check_memory(loaded, fits)
     with pytest.raises(CommandError):
         commands.check_memory(loaded, fits + 1)
+
+
+def test_a_tree_without_a_heads_drafts_is_refused(loads):
+    tree = Arrangement(8)
+    for loaded in (commands.load(None, None, 0), commands.load("org/model", None, None)):
+        with pytest.raises(CommandError, match="a tree is made of a P-EAGLE head's drafts, but there are no"):
+            loaded.decoder(64, arrangement=tree)
+    looked_up = dataclasses.replace(commands.load("org/model", None, None), lookup=Lookup(4, 2))
+    with pytest.raises(CommandError, match="but the drafts are looked up; leave the tree out"):
+        looked_up.decoder(64, arrangement=tree)
 
 
 def test_the_caches_have_what_the_weights_leave_of_the_memory(loads, monkeypatch):

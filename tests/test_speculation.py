@@ -22,6 +22,12 @@ def test_a_tree_verifies_as_much_as_a_chain_or_more():
     assert Arrangement(8).spec(5, HEAD).nodes_of(5) == (8,)
 
 
+def test_a_tree_that_no_machine_verifies_is_refused_at_once():
+    for many in (Arrangement(num_trees=10**9), Arrangement(num_speculative_nodes=6000)):
+        with pytest.raises(ConfigError, match="expected at most 256"):
+            many.spec(3, HEAD)
+
+
 def test_trees_of_a_number_are_so_many_chains_side_by_side():
     spec = Arrangement(num_trees=2).spec(3, HEAD, rounds=4)
     assert spec.speculative_token_tree == ((0,), (0, 0), (0, 0, 0), (1,), (1, 0), (1, 0, 0))

@@ -64,9 +64,7 @@ def _interrupts_wait() -> Iterator[None]:
         return
     caught: list[int] = []
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    mine = {
-        number: handler for number, handler in before.items() if handler is not None
-    }  # None: not Python's
+    mine = {number: handler for number, handler in before.items() if handler is not None}  # else not Python's
     for number in mine:
         signal.signal(number, lambda number, frame: caught.append(number))
     try:

@@ -122,12 +122,13 @@ class Reader:
         if kind is None or field not in MATRICES:
             return self.take(name, shape, dtype)
         if kind == "gguf":
-            return self.as_packed(name, shape, dtype)
+            return self.as_packed(name, shape, dtype, is_table=field == VOCABULARY)
         array = self.take(name, shape, np.dtype(np.float32))
         return quantized(kind, field, array, dtype, f"{place}: tensor {name}")
 
-    def as_packed(self, name: str, shape: Shape, dtype: np.dtype) -> Any:
-        """With quantization gguf the tensor as the file has it, where that is a form of ours; else ``take``.
+    def as_packed(self, name: str, shape: Shape, dtype: np.dtype, is_table: bool = False) -> Any:
+        """With quantization gguf the tensor as the file has it, where that is a form of ours (MXFP4 is none
+        of a table, whose rows are read one by one); else ``take``.
 
         Raises:
             CheckpointError: as ``take``; the source is no GGUF file.
@@ -139,7 +140,7 @@ class Reader:
             raise CheckpointError(f"{place} is no GGUF file; expected quantization int8 or int4, or none")
         self._check(name, shape)
         packed = self.source.packed(name, dtype)
-        if packed is None:
+        if packed is None or (is_table and isinstance(packed, Mxfp4)):
             return self.take(name, shape, dtype)
         if isinstance(packed, Mxfp4):
             check_scales(name, packed.scales, place)

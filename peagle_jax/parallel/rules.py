@@ -170,9 +170,10 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
 
 def by_part(f: Callable[..., Any], x: jax.Array, name: str) -> Any:
     """``f(part, first)`` of each part of ``x``, which is split along its last axis, ``name``, and begins at
-    index ``first``; the results' last axes are put together. One device has one part."""
+    index ``first``; the results' last axes are put together. One device has one part, and so has an axis
+    that does not divide: every device holds the whole of it."""
     parts = _parts(name, sizes := _ambient_sizes())
-    if parts == 1:
+    if parts == 1 or x.shape[-1] % parts:
         return f(x, 0)
     names = (*(None,) * (x.ndim - 1), name)
     (axis,) = (a for a in RULES[name] if sizes.get(a, 1) > 1)

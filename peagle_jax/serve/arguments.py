@@ -177,7 +177,7 @@ def _add_engine_flags(group: Any) -> None:
         "--max-num-batched-tokens",
         type=whole(1),
         metavar="N",
-        help="of prompts, and K + 1 for each running request, in one dispatch",
+        help="rows of a dispatch: prompt tokens, and 1 + the drafts of each running request",
     )
     add(
         "--gpu-memory-utilization",

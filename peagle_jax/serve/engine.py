@@ -80,11 +80,12 @@ class Engine:
             decoder.replicas,
             scratch=decoder.scratch,
             ahead=(sizes.rounds * (max(sizes.drafts) + 1) + 1) * (decoder.lookahead + 1),
-            drafter=max(sizes.drafts) > 0,
+            window=max(sizes.drafts[-1], decoder.spec.most_nodes) + 1,
+            drafter=decoder.drafter is not None,
             max_batched_tokens=max_num_batched_tokens,
             prefix_caching=enable_prefix_caching,
         )
-        self._draft_length = draft_length or DraftLength(sizes.drafts)
+        self._draft_length = draft_length or DraftLength(sizes.drafts, nodes_of=decoder.spec.nodes_of)
         self._live: dict[Job, Live] = {}
         self._sent: collections.deque[Sent] = collections.deque()
         self._last_read = 0.0
@@ -307,8 +308,11 @@ class Engine:
         nodes = 0
         for flight, jobs, k in sent.flights:
             for results in self._decoder.results(flight):
-                nodes = max([nodes, *(result.drafted for result in results.values())])
+                verified = max((result.drafted for result in results.values()), default=0)
+                nodes = max(nodes, verified)
                 for slot, result in results.items():
+                    if k and verified:  # the round is paid for by those that did not draft, too
+                        self._draft_length.accepted(result.accepted, k)
                     job, epoch = jobs[slot]
                     # Results of a request that has left its slot since are stale.
                     live = self._live.get(job)
@@ -331,7 +335,6 @@ class Engine:
         if delta is None:
             return
         if result.drafted:
-            self._draft_length.accepted(result.accepted, k or 0)
             per_position = list(self._totals.accepted_per_pos)
             for position in range(result.accepted):
                 per_position[position] += 1

@@ -25,6 +25,7 @@ class Scheduler:
         sizes: what the decoder is compiled for.
         scratch: positions of a slot that no sequence may count on.
         ahead: tokens that a sequence may get before the host knows of them.
+        window: rows that a round computes for a request, at most.
         drafter: there is one. Its last stored position depends on the token after it.
         max_batched_tokens: rows that a dispatch may compute, prompt tokens and windows together. At least
             one short chunk goes with each dispatch whatever it says.
@@ -37,13 +38,13 @@ class Scheduler:
         *,
         scratch: int,
         ahead: int,
+        window: int,
         drafter: bool,
         max_batched_tokens: int | None = None,
         prefix_caching: bool = True,
     ) -> None:
         self.sizes, self.replicas, self._scratch, self._ahead = sizes, replicas, scratch, ahead
         self._drafter, self._caching = drafter, prefix_caching
-        window = max(sizes.drafts) + 1
         self._window = window
         slots = max(pool.slots for pool in sizes.pools) * replicas
         self._budget = max_batched_tokens or sizes.chunks[-1] + slots * window

@@ -108,7 +108,8 @@ def parse_speculative_config(text: str) -> SpeculativeOptions:
         raise CommandError(f"{_FLAG}: model is empty; name a folder or a hub id, or leave it out")
     if tokens is not None and tokens < 0:
         raise CommandError(f"{_FLAG}: num_speculative_tokens must be 0 (off) or more, found {tokens}")
-    named = any(values.get(key) is not None for key in ("method", "parallel_drafting"))
+    means_it = ("method", "parallel_drafting", "num_speculative_nodes", "speculative_token_tree")
+    named = any(values.get(key) is not None for key in means_it)
     return SpeculativeOptions(
         model,
         _method(values),
@@ -225,7 +226,8 @@ def _lookup(values: dict[str, Any]) -> Lookup | None:
         if most is not None or least is not None:
             raise CommandError(f"{_FLAG}: prompt_lookup_max and prompt_lookup_min are for method {NGRAM}")
         return None
-    for key in ("model", "parallel_drafting", "synthetic_acceptance_rates", "draft_tensor_parallel_size"):
+    of_heads = ("model", "parallel_drafting", "synthetic_acceptance_rates", "draft_tensor_parallel_size")
+    for key in (*of_heads, "num_speculative_nodes", "speculative_token_tree"):
         if values.get(key) is not None:
             raise CommandError(f"{_FLAG}: method {NGRAM} has no head; leave {key} out")
     rows, k = values.get("num_speculative_tokens_per_batch_size"), values.get("num_speculative_tokens")

@@ -63,7 +63,7 @@ class Decoder:
             needed). Where they do not suffice for ``batch`` whole contexts, the pool has more slots for
             short sequences (from ``smallest_cache`` tokens on) and fewer for long ones.
         guided: also compile what grammars need (``guided_round``), with the largest K.
-        synthetic_rates: see ``round.Models``.
+        synthetic_rates: see ``state.Models``.
         int8_cache: keeps the target's keys and values in int8 (the head's have the target's dtype).
 
     Raises:
@@ -188,8 +188,8 @@ class Decoder:
         self._programs.warm_up(progress, lambda width: self._chunk({}, width), self._turn((), None))
 
     def idle_rounds(self, clock: Callable[[], float]) -> dict[tuple[int, int, int], float]:
-        """Seconds of ``clock`` that a round takes which serves nobody, by (width, K, nodes verified), in the
-        first pool. Slots are emptied."""
+        """Seconds of ``clock`` that a round takes which serves nobody, by (width, K, nodes verified). Slots
+        are emptied."""
         self.start_over(self.sizes.pools[0])
         return self._programs.idle_rounds(self._turn((), None), clock)
 

@@ -115,7 +115,9 @@ class LookupDecoder(Decoder):
 
     def idle_rounds(self, clock: Callable[[], float]) -> dict[tuple[int, int, int], float]:
         found = super().idle_rounds(clock)
-        for width in self.sizes.widths_of(self.pool):
+        for pool, width in self.sizes.every_width():
+            if self.pool != pool:
+                self.start_over(pool)
             times = []
             for _ in range(IDLE_ROUNDS):
                 jax.block_until_ready(self._programs.state)
@@ -123,6 +125,7 @@ class LookupDecoder(Decoder):
                 jax.block_until_ready(self._verify_nothing(width))
                 times.append(clock() - began)
             found[width, self._k, self._k] = min(times)
+        self.start_over(self.sizes.pools[0])
         return found
 
     # -- dispatches --------------------------------------------------------------------------

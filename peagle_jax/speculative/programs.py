@@ -50,6 +50,12 @@ class Dispatch:
     sizes: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
+def _of_pool(turn: Turn, pool: Pool) -> Turn:
+    """A turn of the first pool, for the fewer slots of another."""
+    active, drafting = (x[:, : pool.slots] for x in (turn.active, turn.drafting))
+    return turn.replace(active=active, drafting=drafting)
+
+
 class Programs:
     """Runs the steps on a state of its own, for R replicas in lockstep.
 
@@ -102,10 +108,8 @@ class Programs:
         sizes = {name: value for name, value in static.items() if name != "models"}
         self.announce(Dispatch(step.__name__, inputs, sizes))
         program = self._program(step, step is not steps.run_reshape, **static)
-        state, self._state = (
-            self.state,
-            None,
-        )  # donated: a failed call leaves none, and the next one starts anew
+        # Donated: a failed call leaves none, and the next one starts anew.
+        state, self._state = self.state, None
         self._state, output = program(self.params, state, self._placement.inputs(inputs))
         return output
 
@@ -222,9 +226,12 @@ class Programs:
 
     def idle_rounds(self, still: Turn, clock: Callable[[], float]) -> dict[tuple[int, int, int], float]:
         """Seconds of ``clock`` that a round takes which serves nobody, by width, K and nodes verified, in the
-        first pool."""
+        first pool that has the width. ``still`` is a turn of no slot, of the first pool."""
         found = {}
-        for width in self.sizes.widths_of(self.sizes.pools[0]):
+        for pool, width in self.sizes.every_width():
+            if self.pool != pool:
+                self.start_over(pool)
+            quiet = _of_pool(still, pool)
             for k in self.sizes.drafts:
                 every = self.models.spec.nodes_of(k)
                 for i, nodes in enumerate(every):
@@ -233,7 +240,7 @@ class Programs:
                         np.float32([1 if j == i else np.inf for j in range(len(every))]),
                         (self.replicas, len(every)),
                     )
-                    turn = still.replace(pace=pace) if len(every) > 1 else still
+                    turn = quiet.replace(pace=pace) if len(every) > 1 else quiet
                     times = []
                     for _ in range(IDLE_ROUNDS):
                         self._pending = 0  # nobody waits for the drafter
@@ -242,6 +249,7 @@ class Programs:
                         jax.block_until_ready(self.rounds(turn, width, k))
                         times.append(clock() - began)
                     found[width, k, nodes] = min(times)
+        self.start_over(self.sizes.pools[0])
         return found
 
     def _uses(
@@ -250,8 +258,7 @@ class Programs:
         """The programs of pool ``i``: what each is, and a call that runs it."""
         pools = self.sizes.pools
         pool = pools[i]
-        active, drafting = (x[:, : pool.slots] for x in (still.active, still.drafting))
-        turn = still.replace(active=active, drafting=drafting)
+        turn = _of_pool(still, pool)
         for chunk in self.sizes.chunks:
             yield f"prompt chunk of {chunk}", lambda n=chunk: self.prefill(idle(n))
         for width in self.sizes.widths_of(pool):

@@ -22,7 +22,7 @@ def read(flight: Flight) -> list[dict[int, RoundResult]]:
     A prompt's chunk without a token counts as something only if its log-probabilities are asked for.
     """
     output = flight.output
-    local = jax.tree.map(local_rows, output.replace(logprobs=None, prompt=None))
+    local = jax.tree.map(local_rows, output.replace(logprobs=None, prompt=None, drafts=None))
     logprobs = jax.tree.map(local_rows, output.logprobs) if (local.wanted >= 0).any() else None
     scored = _scored(flight)
     rounds: list[dict[int, RoundResult]] = []

@@ -90,9 +90,8 @@ def draft_tree(
     nodes = spec.num_speculative_nodes if whole else 0
     paths = ordered_paths(spec.speculative_token_tree if whole else ()) or chain_paths(k)
     estimated = whole and (spec.is_tree or len(spec.nodes_of(k)) > 1)
-    count = (
-        (nodes or candidates_of(paths)) if estimated else 0
-    )  # a best-first tree may take M for one position
+    # A best-first tree may take all M for one position.
+    count = (nodes or candidates_of(paths)) if estimated else 0
     guess = draft.draft_parallel if cfg.method == "peagle" else draft.draft_sequential
     found, cache = guess(head, cfg, state, k, models.most_drafts + 1, count)
     chances = calibrated(found.log_probs, turn.calibration) if estimated else None

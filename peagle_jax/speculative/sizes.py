@@ -54,6 +54,13 @@ class Sizes:
         pairs = zip(self.rings, self.windows, strict=True)
         return max((written - ring + window for ring, window in pairs if 0 < ring < written), default=0)
 
+    def every_width(self) -> list[tuple[Pool, int]]:
+        """The compiled widths of all pools, each with the first pool that has it."""
+        first = {width: pool for pool in reversed(self.pools) for width in self.widths_of(pool)}
+        return [
+            (pool, width) for pool in self.pools for width in self.widths_of(pool) if first[width] is pool
+        ]
+
     def widths_of(self, pool: Pool) -> tuple[int, ...]:
         """The compiled widths of a pool; its last one is all of its slots."""
         return tuple(sorted({min(w, pool.slots) for w in self.widths}))

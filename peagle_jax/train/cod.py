@@ -1,4 +1,4 @@
-"""Conditional drop-token sampling: which mask rows of which anchors are trained (spec 3.4).
+"""Conditional drop-token sampling: which mask rows of which anchors are trained (PARD; P-EAGLE, section 3).
 
 An element (anchor a, depth d) has reference position p = a + d and predicts token p + 2. Depth 0
 keeps every position. Depth d keeps p only if depth d - 1 kept p - 1, so that an anchor's rows are
@@ -30,7 +30,7 @@ class CodOptions:
 
 
 def supervised_positions(flags: np.ndarray, segment_ids: np.ndarray) -> np.ndarray:
-    """bool (..., n): p predicts a supervised token, p + 2, of its own document (spec 3.1).
+    """bool (..., n): p predicts a supervised token, p + 2, of its own document.
 
     ``flags`` mark the tokens themselves; ``segment_ids`` are -1 on padding.
     """

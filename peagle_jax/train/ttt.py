@@ -1,4 +1,4 @@
-"""EAGLE-3's training-time test: the head runs on its own output for several steps (spec 3.10).
+"""EAGLE-3's training-time test: the head runs on its own output for several steps.
 
 Step s of position p reads the ground-truth token p + 1 + s and, for s > 0, its own pre-norm hidden
 state of step s - 1, at RoPE position p + s. It attends to the step-0 keys up to p and to the keys

@@ -146,6 +146,18 @@ def test_experts_of_a_gguf_file_stay_packed_too(kind):
     )
 
 
+def test_a_table_in_mxfp4_is_read_in_floats(tmp_path):
+    options = GGUFOptions(
+        kinds={"token_embd.weight": Q.MXFP4, "blk.0.ffn_up.weight": Q.MXFP4}, drop=("output.weight",)
+    )
+    tied = dataclasses.replace(WIDE, tie_word_embeddings=True)
+    file = GGUFFile(write_gguf(tmp_path / "m.gguf", tied, PARAMS.replace(lm_head=None), options))
+    params = load_params(file, tied, quantization="gguf")
+    table = gguf.quants.quantize(np.asarray(PARAMS.embed), Q.MXFP4)
+    np.testing.assert_array_equal(params.embed, gguf.quants.dequantize(table, Q.MXFP4))
+    assert isinstance(params.layers[0].w_up, mxfp4.Mxfp4)
+
+
 SHAPES = {"gate": (3, 64, 128), "up": (3, 64, 128), "down": (3, 128, 64)}
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from peagle_jax.config import SpecConfig
 from peagle_jax.speculative.sizes import Pool, Sizes
 
 TEMPLATE = (
@@ -56,6 +57,7 @@ class ScriptedDecoder:
     """
 
     replicas, scratch, lookahead, compilations = 1, 0, 0, 0
+    drafter = None
 
     def __init__(
         self,
@@ -69,6 +71,7 @@ class ScriptedDecoder:
     ) -> None:
         self.script, self.width, self.pause, self.fail, self._warm_up = script, width, pause, fail, warm_up
         self.sizes = Sizes((Pool(slots, 10**6),), (slots,), (width - 1,), (10**6,))
+        self.spec = SpecConfig(width - 1, "peagle")
         self.rounds = 0
         self.closed: list[bool] = []  # one a request: True if it was left before its end
         self.busy = threading.Event()

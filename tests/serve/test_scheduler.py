@@ -92,7 +92,9 @@ def scheduler(pools=((4, CONTEXT + SCRATCH),), replicas=1, window=0, **options) 
     widths = sorted({1, 2, *(slots for slots, _ in pools)})
     rings = ((window,), (window + SCRATCH + AHEAD + 8,)) if window else ((), ())
     sizes = Sizes(tuple(Pool(*p) for p in pools), tuple(widths), (0, K), (4, 16), 1, 1, *rings)
-    return Scheduler(sizes, replicas, scratch=SCRATCH, ahead=AHEAD, drafter=True, **options)
+    return Scheduler(
+        sizes, replicas, scratch=SCRATCH, ahead=AHEAD, window=max(sizes.drafts) + 1, drafter=True, **options
+    )
 
 
 def job(tokens=3, max_tokens=5, **changes) -> Job:

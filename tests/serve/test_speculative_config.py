@@ -62,6 +62,8 @@ def test_ngram_has_a_lookup_and_no_head():
     [
         ({"prompt_lookup_max": 3}, "prompt_lookup_max and prompt_lookup_min are for method ngram"),
         ({"method": "ngram", "model": "m"}, "method ngram has no head; leave model out"),
+        ({"method": "ngram", "num_speculative_nodes": 8}, "has no head; leave num_speculative_nodes out"),
+        ({"method": "ngram", "speculative_token_tree": "[(0,)]"}, "leave speculative_token_tree out"),
         ({"method": "ngram", "parallel_drafting": True}, "leave parallel_drafting out"),
         ({"method": "ngram", "prompt_lookup_max": 2, "prompt_lookup_min": 3}, "found 3 and 2"),
         ({"method": "ngram", "prompt_lookup_max": 0}, "must be in 1..prompt_lookup_max"),

@@ -4,9 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
 from peagle_jax.speculative.sampling import (
     SamplingParams,
+    best_tokens,
     choose_tokens,
     filter_logits,
     first_argmax,
@@ -162,3 +164,17 @@ def test_values_that_the_arrays_cannot_hold_become_the_nearest_meaning():
     assert state.top_k[0] == 2**31 - 1
     logits = jax.random.normal(jax.random.key(0), (1, 1, 11))
     assert (filter_logits(logits, state) == logits).all()
+
+
+@pytest.mark.parametrize("size", [96, 97])
+def test_the_best_of_a_vocabulary_that_does_not_divide_over_devices_are_found(size):
+    logits = jnp.round(jax.random.normal(jax.random.key(2), (2, 3, size)) * 4)  # with equal ones
+    alone = best_tokens(logits, 7)
+    mesh = jax.make_mesh((4,), ("tensor",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        split = jax.jit(best_tokens, static_argnums=1)(logits, 7)
+    for a, b in zip(alone, split, strict=True):
+        np.testing.assert_array_equal(a, b)
+    rows = np.asarray(logits)
+    for place in np.ndindex(2, 3):
+        np.testing.assert_array_equal(alone[1][place], np.argsort(-rows[place], kind="stable")[:7])

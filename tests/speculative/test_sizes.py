@@ -33,6 +33,12 @@ def test_widths_are_powers_of_two_and_all_slots():
     assert [sizes.guided_widths_of(Pool(n, 10)) for n in (1, 2, 6)] == [(1,), (1, 2), (1, 6)]
 
 
+def test_every_width_of_a_later_pool_is_there_once():
+    big, small = Pool(6, 10), Pool(3, 20)
+    sizes = Sizes((big, small), (1, 2, 4, 6), (0,), (8,))
+    assert sizes.every_width() == [(big, 1), (big, 2), (big, 4), (big, 6), (small, 3)]
+
+
 @pytest.mark.parametrize(("tokens", "width"), [(1, 32), (32, 32), (33, 128), (128, 128), (500, 128)])
 def test_a_chunk_is_the_shortest_that_holds_the_tokens(tokens, width):
     assert Sizes((), (), (), chunks_of(128)).chunk_for(tokens) == width

@@ -49,7 +49,7 @@ def test_the_loader_and_the_loss_agree_on_what_is_supervised():
 
 
 def test_paper_example_counts():
-    # spec 3.4: n = 8192, K = 8, r = 0.8 keeps 34,088 rows in all, depth 0 included; the
+    # n = 8192, K = 8, r = 0.8 keeps 34,088 rows in all, depth 0 included; the
     # reference procedure counts from n - d, which drops a few
     budgets = depth_budgets(8192, CodOptions(8, 0.8))
     assert 0 <= 34088 - (8192 + sum(budgets)) < 40

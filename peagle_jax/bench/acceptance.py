@@ -13,18 +13,20 @@ from typing import Any
 import httpx
 from rich.progress import Progress
 
+from peagle_jax.arguments import CommandError
 from peagle_jax.bench import methods, prompts, report, runner
 from peagle_jax.bench.clients import Timed, converse, http_client
 from peagle_jax.bench.datasets import Conversation
 from peagle_jax.bench.peers import Peers
 from peagle_jax.bench.report import Table, number, numbers
+from peagle_jax.bench.runner import Asking
 from peagle_jax.bench.servers import Server, ServerError, change
 from peagle_jax.bench.tally import Tally
 
 Part = dict[str, Any]
 
 
-class Sums:
+class ByCategory:
     """What one way of decoding has made of a set, by category."""
 
     def __init__(self) -> None:
@@ -46,8 +48,18 @@ class Sums:
 
 
 def run(args: argparse.Namespace, result: Part, progress: Progress) -> None:
-    """Fills the result. Raises what loading and starting raise."""
-    sets = prompts.sets_of(args)
+    """Fills the result.
+
+    Raises:
+        CommandError: there is nothing to measure, or not in the same way.
+        CommandError, CheckpointError, ConfigError: what loading and starting raise.
+    """
+    servers = args.endpoint or args.start
+    if not (args.methods or servers):
+        raise CommandError("nothing to measure; name --methods, --endpoint NAME=URL or --start NAME=COMMAND")
+    if servers and args.raw:
+        raise CommandError("--raw is not for servers, which use their chat template; leave one of them out")
+    asking, sets = Asking.of(args), prompts.sets_of(args)
     result |= prompts.described(sets, args) | {"runs": {}}
     with contextlib.ExitStack() as stack:
         peers = Peers(args, progress, result)
@@ -59,7 +71,7 @@ def run(args: argparse.Namespace, result: Part, progress: Progress) -> None:
         total = sum(len(s.conversations) for s in sets) * len(every)
         task = progress.add_task("acceptance", total=total, note="")
         for prompt_set in sets:
-            sums = {name: Sums() for name in result["runs"]}
+            sums = {name: ByCategory() for name in result["runs"]}
             by_category = itertools.groupby(
                 sorted(prompt_set.conversations, key=lambda c: c.category), lambda c: c.category
             )
@@ -69,7 +81,9 @@ def run(args: argparse.Namespace, result: Part, progress: Progress) -> None:
                     for conversation in asked:
                         progress.update(task, advance=1, note=f"{method.name}, {category}")
                         target = method.loaded.target
-                        for reply in runner.converse(engine, target, conversation, args.max_model_len, args):
+                        for reply in runner.converse(
+                            engine, target, conversation, args.max_model_len, asking
+                        ):
                             size = len(reply.prompt_ids)
                             sums[method.name].add(category, reply.tally, 1, size)
                 for server in servers:
@@ -114,7 +128,7 @@ def _count(
     server: Server,
     category: str,
     asked: Sequence[Conversation],
-    sums: Sums,
+    sums: ByCategory,
     args: argparse.Namespace,
     result: Part,
 ) -> None:

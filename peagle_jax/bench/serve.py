@@ -10,14 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import httpx
-import numpy as np
 from rich.progress import Progress
 
 from peagle_jax.arguments import CommandError
 from peagle_jax.bench import prompts, report
 from peagle_jax.bench.clients import Run, Talk, Timed, closed_loop, open_loop
 from peagle_jax.bench.peers import Peers
-from peagle_jax.bench.report import Table, number
+from peagle_jax.bench.report import Table, number, summary
 from peagle_jax.bench.servers import COMPILED, Server, ServerError, change
 from peagle_jax.bench.tally import Tally
 
@@ -30,13 +29,6 @@ TIMES: dict[str, Callable[[Timed], list[float]]] = {
     "e2el": lambda r: [r.latency],
 }
 """vLLM's names: time to the first token, per token after it, between chunks, and of the whole answer."""
-
-
-def spread(name: str, values: Sequence[float]) -> Part:
-    """Mean, median, deviation and 99th percentile in milliseconds, by vLLM's names; None of nothing."""
-    ms = 1000 * np.asarray(values)
-    of = {"mean": np.mean, "median": np.median, "std": np.std, "p99": lambda x: np.percentile(x, 99)}
-    return {f"{kind}_{name}_ms": float(f(ms)) if len(ms) else None for kind, f in of.items()}
 
 
 def acceptance(tally: Tally) -> Part:
@@ -94,7 +86,8 @@ def point(
     # Of a closed loop those that began while all clients were at work.
     timed = [r for run in runs for r in run.requests if r.error is None and r.begun < run.end]
     for name, values in TIMES.items():
-        found |= spread(name, [v for r in timed for v in values(r)])
+        told = summary([1000 * v for r in timed for v in values(r)])
+        found |= {f"{kind}_{name}_ms": value for kind, value in told.items()}
     found |= acceptance(Tally.of_counters(counted))
     if COMPILED in counted:
         found["compilations"] = int(counted[COMPILED])

@@ -10,7 +10,6 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import httpx
 from rich.progress import Progress
 
 from peagle_jax.arguments import CommandError
@@ -88,7 +87,7 @@ def run(args: argparse.Namespace, result: Part, progress: Progress) -> None:
                             sums[method.name].add(category, reply.tally, 1, size)
                 for server in servers:
                     progress.update(task, advance=len(asked), note=f"{server.name}, {category}")
-                    _count(server, category, asked, sums[server.name], args, result)
+                    _count(server, category, asked, sums[server.name], asking, result)
             for name, found in sums.items():
                 result["runs"][name]["sets"][prompt_set.name] = found.described()
             report.write_result(result, args.out)
@@ -129,7 +128,7 @@ def _count(
     category: str,
     asked: Sequence[Conversation],
     sums: ByCategory,
-    args: argparse.Namespace,
+    asking: Asking,
     result: Part,
 ) -> None:
     """Lets a server answer a category's prompts one after the other, and reads its counters."""
@@ -137,10 +136,13 @@ def _count(
     if "error" in entry:
         return
     try:
-        talks = [
-            server.talk(c, args.max_tokens, ignore_eos=args.ignore_eos, follow=args.turns == "all")
-            for c in asked
-        ]
+        sampling, follow = asking.sampling, asking.later_turns
+        options = {
+            "ignore_eos": asking.ignore_eos,
+            "temperature": sampling.temperature,
+            "seed": sampling.seed,
+        }
+        talks = [server.talk(c, asking.max_tokens, follow=follow, **options) for c in asked]
         before = server.settled_metrics()
 
         async def all_of_them() -> list[Timed]:
@@ -152,7 +154,7 @@ def _count(
         if failed is not None:
             raise ServerError(f"{server.name} did not answer: {failed}")
         tally = Tally.of_counters(change(before, server.settled_metrics()))
-    except (ServerError, httpx.HTTPError) as error:
+    except ServerError as error:
         entry["error"] = str(error)
         return
     tally.tokens = sum(t.tokens for t in timed)

@@ -46,8 +46,8 @@ counters (vllm:spec_decode_num_drafts and the like, before and after), so that o
 _CALIBRATE = """\
 Decodes the first turn of prompts with a tree of drafts, K deep and of M nodes, and compares the head's
 probability of each with how often the target agreed, depth by depth. The slope and offset that correct it are
-written to calibration.json, with --write beside the head, where the server and bench find it: how many nodes a
-round verifies is chosen by them.
+written to calibration.json, with --write beside the head, where the server and bench find it: how many nodes
+a round verifies is chosen by them.
 
   python -m peagle_jax.bench calibrate --dataset-path prompts.jsonl --head my-head --write
 """
@@ -61,6 +61,11 @@ median, beside the least and the most, and ratios are to the first method within
 A last pass waits for every prefill and round, and makes a round's drafts once more alone before it, to tell
 where the time goes: prefill, draft, verify (the round without its drafts; a tree is built from them in it),
 and the host between them.
+"""
+
+_PLOT = """\
+Draws the plots and the page of tables of a result again, beside it. Of a file that is not results.json they are
+named after it.
 """
 
 _SERVE = """\
@@ -180,7 +185,7 @@ def build_parser() -> Parser:
     _add_train(train)
     for one in (acceptance, calibrate, latency, serve, train):
         add_output(one)
-    plot = command("plot", "draw and write a result again", "Draws the plots and tables of a result again.")
+    plot = command("plot", "draw and write a result again", _PLOT)
     plot.add_argument("folder", type=Path, help="that --out named, or a result's JSON file")
     return parser
 

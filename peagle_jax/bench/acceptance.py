@@ -53,10 +53,10 @@ def run(args: argparse.Namespace, result: Part, progress: Progress) -> None:
         CommandError: there is nothing to measure, or not in the same way.
         CommandError, CheckpointError, ConfigError: what loading and starting raise.
     """
-    servers = args.endpoint or args.start
-    if not (args.methods or servers):
+    others = args.endpoint or args.start
+    if not (args.methods or others):
         raise CommandError("nothing to measure; name --methods, --endpoint NAME=URL or --start NAME=COMMAND")
-    if servers and args.raw:
+    if others and args.raw:
         raise CommandError("--raw is not for servers, which use their chat template; leave one of them out")
     asking, sets = Asking.of(args), prompts.sets_of(args)
     result |= prompts.described(sets, args) | {"runs": {}}
@@ -64,13 +64,13 @@ def run(args: argparse.Namespace, result: Part, progress: Progress) -> None:
         peers = Peers(args, progress, result)
         ours = stack.enter_context(_engines(args, result, progress))
         servers = stack.enter_context(peers.started())
-        for server in servers:
-            result["runs"][server.name] |= {"sets": {}}
-        every = [*ours, *servers]
-        total = sum(len(s.conversations) for s in sets) * len(every)
+        for entry in result["runs"].values():
+            entry.setdefault("sets", {})  # one that did not start has none
+        names = [*(method.name for method, _ in ours), *(server.name for server in servers)]
+        total = sum(len(s.conversations) for s in sets) * len(names)
         task = progress.add_task("acceptance", total=total, note="")
         for prompt_set in sets:
-            sums = {name: ByCategory() for name in result["runs"]}
+            sums = {name: ByCategory() for name in names}
             by_category = itertools.groupby(
                 sorted(prompt_set.conversations, key=lambda c: c.category), lambda c: c.category
             )

@@ -64,8 +64,8 @@ and the host between them.
 """
 
 _PLOT = """\
-Draws the plots and the page of tables of a result again, beside it. Of a file that is not results.json they are
-named after it.
+Draws the plots and the page of tables of a result again, beside it. Of a file that is not results.json they
+are named after it.
 """
 
 _SERVE = """\

@@ -45,7 +45,7 @@ def measure(args: argparse.Namespace, command: list[str], console: Console) -> i
         report.show(kind.tables(result), kind.notes(result))
     if args.out is not None:
         report.write_result(result, args.out)
-        show(result, args.out / report.RESULT, console)
+        write_page(result, args.out / report.RESULT, console)
     return int(bool(failures(result)))
 
 
@@ -74,7 +74,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def plot(path: Path, console: Console) -> None:
-    """Shows an earlier result again.
+    """Writes the page of an earlier result again.
 
     Raises:
         CommandError: there is none, or it lacks a part.
@@ -82,16 +82,16 @@ def plot(path: Path, console: Console) -> None:
     file = path / report.RESULT if path.is_dir() else path
     result = read(file)
     try:
-        show(result, file, console)
-    except (LookupError, TypeError, AttributeError) as error:
+        write_page(result, file, console)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise CommandError(
             f"{file} is no whole result of bench {result['benchmark']} ({type(error).__name__}: {error}); "
             f"name what --out has written"
         ) from error
 
 
-def show(result: dict[str, Any], file: Path, console: Console) -> None:
-    """Writes the plots and the Markdown that shows them beside a result's JSON, named after it unless that has
+def write_page(result: dict[str, Any], file: Path, console: Console) -> None:
+    """Writes plots, and the Markdown that shows them, beside a result's JSON; named after it unless that has
     its usual name."""
     usual = file.name == report.RESULT
     kind = BENCHMARKS[result["benchmark"]]

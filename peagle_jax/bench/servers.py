@@ -40,7 +40,7 @@ LOG_LINES = 15
 
 
 class ServerError(RuntimeError):
-    """A server that did not start, has ended, or answers otherwise than expected; one line, and its log's end."""
+    """A server that did not start, has ended or answers wrongly; one line, and the end of its log."""
 
 
 @dataclasses.dataclass(frozen=True)

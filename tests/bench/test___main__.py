@@ -12,7 +12,7 @@ import pytest
 from peagle_jax.arguments import CommandError, run_command
 from peagle_jax.bench import calibrate, serve
 from peagle_jax.bench.__main__ import main
-from peagle_jax.bench.servers import free_port
+from peagle_jax.bench.servers import Server, free_port
 from tests.serve.conftest import running
 from tests.serve.doubles import END, TOKENIZER
 from tests.serve.engine_double import says
@@ -77,12 +77,21 @@ def test_acceptance_is_told_by_method_k_position_and_category(files, tmp_path):
     assert "draft position" in (tmp_path / "out" / "acceptance.svg").read_text()
 
 
-def test_a_servers_counters_tell_what_its_rounds_accepted(files):
+def test_a_servers_counters_tell_what_its_rounds_accepted(files, monkeypatch):
+    asked, talk = [], Server.talk
+
+    def noted(*args, **options):
+        asked.append((options["temperature"], options["seed"]))
+        return talk(*args, **options)
+
+    monkeypatch.setattr(Server, "talk", noted)
     # The double commits 4 tokens in each round but the first: 3 drafts, all accepted.
     with running(says("abcdefghi", width=4)) as server:
         argv = [*flags(files), "--methods", "-", "--max-tokens", "9", "--endpoint", f"double={server.url}"]
         argv += ["--start", "none=python -c 'exit(3)'", "--start-within", "60"]
+        argv += ["--temperature", "0.8", "--seed", "7"]
         found = outcome("acceptance", *argv, status=1)
+    assert asked == [(0.8, 7)] * 3
     assert "none ended before it was ready" in found["runs"]["none"]["error"]
     part = found["runs"]["double"]["sets"]["mt_bench"]
     assert part["tokens"] == 27 and part["requests"] == 3

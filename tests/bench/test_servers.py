@@ -109,7 +109,7 @@ def test_a_single_turn_goes_as_tokens_and_a_conversation_as_messages():
     assert (both.path, both.later) == (CHAT, ("two",))
     assert [m["content"] for m in both.body["messages"]] == ["be", "one"]
     assert both.body.keys() == {*common, "messages"}
-    assert warm.body == both.body | {"temperature": 0.8, "seed": 7}
+    assert warm.body == {**both.body, "temperature": 0.8, "seed": 7}
 
 
 def answering(**pages: object) -> servers.Server:

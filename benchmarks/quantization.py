@@ -144,7 +144,8 @@ def decode_pairs(pairs: dict[str, Pair], prompts: list[Conversation], max_tokens
                 )
                 method.add(run)
                 runs.append(run)
-            report = generate.compare(pair[1].loaded, ids, sampling, runs[1], runs[0])
+            tokens = runs[1].token_ids, runs[0].token_ids
+            report = generate.compare_tokens(pair[1].loaded, ids, sampling, *tokens)
             pair[1].same += report["identical"]
             pair[1].ties += report.get("first_difference", {}).get("tie", False)
     first = next(iter(pairs.values()))

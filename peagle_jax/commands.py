@@ -230,7 +230,7 @@ def with_head(loaded: Loaded, head: str, tokens: int | None, method: Method | No
     placement, target = loaded.placement, loaded.target
     mesh, split = placement and placement.mesh, placement is None or placement.split_head
     config, params = load_head(head, target.config, target.params, dtype=loaded.dtype, mesh=mesh, split=split)
-    _check_method(config, method, head)
+    check_method(config, method, head)
     if tokens is None:
         trained = DEFAULT_TOKENS if config.method == "eagle3" else config.num_depths
         tokens = min(trained, DEFAULT_TOKENS)
@@ -259,8 +259,12 @@ def check_revision(model: str | None, revision: str | None) -> None:
     )
 
 
-def _check_method(config: DrafterConfig, wanted: Method | None, source: str) -> None:
-    """A parallel head drafts in parallel or not at all: sequential passes would silently be refused."""
+def check_method(config: DrafterConfig, wanted: Method | None, source: str) -> None:
+    """A parallel head drafts in parallel or not at all: sequential passes would silently be refused.
+
+    Raises:
+        CommandError: the head is not of the wanted method; None accepts what it is.
+    """
     if wanted is None or wanted == config.method:
         return
     names = {"peagle": "P-EAGLE (parallel drafting)", "eagle3": "EAGLE-3 (sequential drafting)"}

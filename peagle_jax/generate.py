@@ -134,26 +134,30 @@ def token_scores(logits: jnp.ndarray, sampling: SamplingParams, position: int) -
     return (filter_logits(logits[None, None], state) + noise)[0, 0]
 
 
-def compare(
-    loaded: Loaded, prompt_ids: list[int], sampling: SamplingParams, run: Run, baseline: Run
+def compare_tokens(
+    loaded: Loaded, prompt_ids: list[int], sampling: SamplingParams, found: list[int], baseline: list[int]
 ) -> dict[str, Any]:
-    """What ``--compare`` reports: speed, and where and how closely the tokens part if they do."""
-    place = first_difference(run.token_ids, baseline.token_ids)
-    report: dict[str, Any] = {
-        "baseline_tokens_per_second": baseline.tokens_per_second,
-        "speedup": run.tokens_per_second / baseline.tokens_per_second,
-        "identical": place is None,
-    }
+    """Whether two answers are identical, and where and how closely they part if they are not."""
+    place = first_difference(found, baseline)
     if place is None:
-        return report
+        return {"identical": True}
     difference: dict[str, Any] = {"position": place}
-    if place < min(len(run.token_ids), len(baseline.token_ids)):
-        ours, theirs = run.token_ids[place], baseline.token_ids[place]
-        logits = logits_after(loaded, [*prompt_ids, *baseline.token_ids[:place]])
+    if place < min(len(found), len(baseline)):
+        ours, theirs = found[place], baseline[place]
+        logits = logits_after(loaded, [*prompt_ids, *baseline[:place]])
         scores = token_scores(logits, sampling, len(prompt_ids) + place)
         margin = float(abs(scores[ours] - scores[theirs]))
         difference |= {"token_id": ours, "baseline_token_id": theirs, "margin": margin, "tie": margin < TIE}
-    return report | {"first_difference": difference}
+    return {"identical": False, "first_difference": difference}
+
+
+def compare(
+    loaded: Loaded, prompt_ids: list[int], sampling: SamplingParams, run: Run, baseline: Run
+) -> dict[str, Any]:
+    """What ``--compare`` reports: speed, and ``compare_tokens``."""
+    rate, before = run.tokens_per_second, baseline.tokens_per_second
+    tokens = compare_tokens(loaded, prompt_ids, sampling, run.token_ids, baseline.token_ids)
+    return {"baseline_tokens_per_second": before, "speedup": rate / before, **tokens}
 
 
 def build_parser() -> Parser:
@@ -198,7 +202,7 @@ def build_parser() -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
-    sampling = _sampling(args)
+    sampling = sampling_of(args)
     if args.max_tokens is not None and args.max_tokens < 1:
         raise CommandError(f"--max-tokens must be 1 or more, found {args.max_tokens}")
     head, k = args.head, args.num_speculative_tokens
@@ -268,15 +272,11 @@ def _print_text(text: str) -> None:
     print(text, end="", flush=True)
 
 
-def _sampling(args: argparse.Namespace) -> SamplingParams:
+def sampling_of(args: argparse.Namespace) -> SamplingParams:
+    """What the flags say that are there. Raises CommandError for a value out of its range."""
+    names = ("temperature", "top_k", "top_p", "min_p", "seed")
     try:
-        return SamplingParams(
-            temperature=args.temperature,
-            top_k=args.top_k,
-            top_p=args.top_p,
-            min_p=args.min_p,
-            seed=args.seed,
-        )
+        return SamplingParams(**{name: getattr(args, name) for name in names if hasattr(args, name)})
     except ValueError as error:
         raise CommandError(str(error)) from error
 

@@ -16,7 +16,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = arguments.build_parser().parse_args(words)
     console = Console(stderr=True, highlight=False)
     if args.benchmark == "plot":
-        output.finish(output.read(args.folder), args.folder, console)
+        output.plot(args.folder, console)
         return 0
     return output.measure(args, ["python", "-m", "peagle_jax.bench", *words], console)
 

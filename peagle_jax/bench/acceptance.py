@@ -10,21 +10,22 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import httpx
 from rich.progress import Progress
 
+from peagle_jax.arguments import CommandError
 from peagle_jax.bench import methods, prompts, report, runner
 from peagle_jax.bench.clients import Timed, converse, http_client
 from peagle_jax.bench.datasets import Conversation
 from peagle_jax.bench.peers import Peers
 from peagle_jax.bench.report import Table, number, numbers
+from peagle_jax.bench.runner import Asking
 from peagle_jax.bench.servers import Server, ServerError, change
 from peagle_jax.bench.tally import Tally
 
 Part = dict[str, Any]
 
 
-class Sums:
+class ByCategory:
     """What one way of decoding has made of a set, by category."""
 
     def __init__(self) -> None:
@@ -46,20 +47,30 @@ class Sums:
 
 
 def run(args: argparse.Namespace, result: Part, progress: Progress) -> None:
-    """Fills the result. Raises what loading and starting raise."""
-    sets = prompts.sets_of(args)
+    """Fills the result.
+
+    Raises:
+        CommandError: there is nothing to measure, or not in the same way.
+        CommandError, CheckpointError, ConfigError: what loading and starting raise.
+    """
+    others = args.endpoint or args.start
+    if not (args.methods or others):
+        raise CommandError("nothing to measure; name --methods, --endpoint NAME=URL or --start NAME=COMMAND")
+    if others and args.raw:
+        raise CommandError("--raw is not for servers, which use their chat template; leave one of them out")
+    asking, sets = Asking.of(args), prompts.sets_of(args)
     result |= prompts.described(sets, args) | {"runs": {}}
     with contextlib.ExitStack() as stack:
         peers = Peers(args, progress, result)
         ours = stack.enter_context(_engines(args, result, progress))
         servers = stack.enter_context(peers.started())
-        for server in servers:
-            result["runs"][server.name] |= {"sets": {}}
-        every = [*ours, *servers]
-        total = sum(len(s.conversations) for s in sets) * len(every)
+        for entry in result["runs"].values():
+            entry.setdefault("sets", {})  # one that did not start has none
+        names = [*(method.name for method, _ in ours), *(server.name for server in servers)]
+        total = sum(len(s.conversations) for s in sets) * len(names)
         task = progress.add_task("acceptance", total=total, note="")
         for prompt_set in sets:
-            sums = {name: Sums() for name in result["runs"]}
+            sums = {name: ByCategory() for name in names}
             by_category = itertools.groupby(
                 sorted(prompt_set.conversations, key=lambda c: c.category), lambda c: c.category
             )
@@ -69,12 +80,14 @@ def run(args: argparse.Namespace, result: Part, progress: Progress) -> None:
                     for conversation in asked:
                         progress.update(task, advance=1, note=f"{method.name}, {category}")
                         target = method.loaded.target
-                        for reply in runner.converse(engine, target, conversation, args.max_model_len, args):
+                        for reply in runner.converse(
+                            engine, target, conversation, args.max_model_len, asking
+                        ):
                             size = len(reply.prompt_ids)
                             sums[method.name].add(category, reply.tally, 1, size)
                 for server in servers:
                     progress.update(task, advance=len(asked), note=f"{server.name}, {category}")
-                    _count(server, category, asked, sums[server.name], args, result)
+                    _count(server, category, asked, sums[server.name], asking, result)
             for name, found in sums.items():
                 result["runs"][name]["sets"][prompt_set.name] = found.described()
             report.write_result(result, args.out)
@@ -114,8 +127,8 @@ def _count(
     server: Server,
     category: str,
     asked: Sequence[Conversation],
-    sums: Sums,
-    args: argparse.Namespace,
+    sums: ByCategory,
+    asking: Asking,
     result: Part,
 ) -> None:
     """Lets a server answer a category's prompts one after the other, and reads its counters."""
@@ -123,10 +136,13 @@ def _count(
     if "error" in entry:
         return
     try:
-        talks = [
-            server.talk(c, args.max_tokens, ignore_eos=args.ignore_eos, follow=args.turns == "all")
-            for c in asked
-        ]
+        sampling, follow = asking.sampling, asking.later_turns
+        options = {
+            "ignore_eos": asking.ignore_eos,
+            "temperature": sampling.temperature,
+            "seed": sampling.seed,
+        }
+        talks = [server.talk(c, asking.max_tokens, follow=follow, **options) for c in asked]
         before = server.settled_metrics()
 
         async def all_of_them() -> list[Timed]:
@@ -138,7 +154,7 @@ def _count(
         if failed is not None:
             raise ServerError(f"{server.name} did not answer: {failed}")
         tally = Tally.of_counters(change(before, server.settled_metrics()))
-    except (ServerError, httpx.HTTPError) as error:
+    except ServerError as error:
         entry["error"] = str(error)
         return
     tally.tokens = sum(t.tokens for t in timed)

@@ -12,16 +12,16 @@ import numpy as np
 from rich.progress import Progress
 
 from peagle_jax.arguments import CommandError
-from peagle_jax.bench import prompts, reliability, runner
+from peagle_jax.bench import prompts, reliability
 from peagle_jax.bench.methods import Method, Models
 from peagle_jax.bench.reliability import Drafts
 from peagle_jax.bench.report import Table, number
+from peagle_jax.bench.runner import Asking
 from peagle_jax.checkpoint.calibration import write_calibration
 from peagle_jax.serve.speculative_config import SpeculativeOptions
 from peagle_jax.speculation import Arrangement
 from peagle_jax.speculative.decoder import Decoder
 from peagle_jax.speculative.request import PromptChunk, Request
-from peagle_jax.speculative.sampling import SamplingParams
 
 Part = dict[str, Any]
 
@@ -30,31 +30,33 @@ def run(args: argparse.Namespace, result: Part, progress: Progress) -> None:
     """Fills the result, and writes ``calibration.json`` where the flags say.
 
     Raises:
-        CommandError: nothing was drafted, or the head is no folder that can be written to.
+        CommandError: nothing was drafted, the head is no folder that can be written to, or a tree of too few
+            nodes.
     """
-    sets, models = prompts.sets_of(args), Models(args)
-    (k,), (nodes,) = args.num_speculative_tokens[:1], args.num_speculative_nodes[:1]
-    loaded = models.with_head(models.peagle_head(), k, "peagle")
+    if args.num_speculative_tokens is not None:
+        _nodes(args.num_speculative_tokens, args.num_speculative_nodes)
+    asking, sets, models = Asking.of(args), prompts.sets_of(args), Models(args)
+    loaded = models.with_head(models.peagle_head(), args.num_speculative_tokens, "peagle")
     assert loaded.head is not None
+    k = loaded.num_speculative_tokens
+    nodes = _nodes(k, args.num_speculative_nodes)
     folder = Path(loaded.head.source)
     if args.write and not folder.is_dir():
         raise CommandError(f"--write is for a head in a folder, found {loaded.head.source}; use --out")
     result |= prompts.described(sets, args)
     result |= prompts.models([Method("peagle", "peagle", loaded, SpeculativeOptions())])
     result |= {"head": folder.name, "num_speculative_tokens": k, "num_speculative_nodes": nodes}
-    decoder = loaded.decoder(models.max_model_len, arrangement=Arrangement(max(nodes, k)))
+    decoder = loaded.decoder(models.max_model_len, arrangement=Arrangement(nodes))
     decoder.calibration = np.tile(np.float32([1, 0]), (k, 1))
     conversations = [c for one in sets for c in one.conversations]
     task = progress.add_task("calibrating", total=len(conversations), note="")
-    sampling = SamplingParams(temperature=args.temperature, seed=args.seed)
+    stops = asking.stops(loaded.target)
     halves: list[list[Drafts]] = [[], []]
     for i, conversation in enumerate(conversations):
         progress.update(task, advance=1, note=conversation.category)
-        messages = [{"role": "user", "content": conversation.turns[0]}]
-        ids = runner.prompt_ids(loaded.target.tokenizer, messages, raw=args.raw)
-        if len(ids) + args.max_tokens <= models.max_model_len:
-            request = Request(ids, sampling, args.max_tokens, frozenset(loaded.target.config.eos_token_ids))
-            halves[i % 2] += watched(decoder, request, k)
+        ids = asking.prompt_ids(loaded.target, conversation.opening, models.max_model_len)
+        if ids is not None:
+            halves[i % 2] += watched(decoder, Request(ids, asking.sampling, asking.max_tokens, stops), k)
     first, second = (_joined(half) for half in halves)
     every = _joined([first, second])
     if not every.accepted.any() or not len(first.depths) or not len(second.depths):
@@ -87,14 +89,31 @@ def run(args: argparse.Namespace, result: Part, progress: Progress) -> None:
         write_calibration(where, calibration, **told)
 
 
+def _nodes(k: int, wanted: int | None) -> int:
+    """Of the tree. Raises CommandError for fewer than a chain has."""
+    if wanted is not None and wanted < k:
+        raise CommandError(
+            f"--num-speculative-nodes {wanted} is less than the {k} depths that are measured; "
+            f"ask for {k} or more, or for a smaller --num-speculative-tokens"
+        )
+    return 2 * k if wanted is None else wanted
+
+
 def _joined(parts: Sequence[Drafts]) -> Drafts:
     empty = Drafts(np.zeros(0, int), np.zeros(0), np.zeros(0, bool))
     return Drafts(*(np.concatenate(columns) for columns in zip(empty, *parts, strict=True)))
 
 
 def watched(decoder: Decoder, request: Request, k: int) -> Iterator[Drafts]:
-    """Decodes one request; of each round the nodes that were verified after an accepted parent."""
-    decoder.check(request)
+    """Decodes one request; of each round the nodes that were verified after an accepted parent.
+
+    Raises:
+        CommandError: a request that cannot be decoded.
+    """
+    try:
+        decoder.check(request)
+    except ValueError as error:
+        raise CommandError(str(error)) from error
     size = decoder.sizes.chunks[-1]
     for start in range(0, len(request.prompt), size):
         count = min(size, len(request.prompt) - start)

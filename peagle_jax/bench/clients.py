@@ -128,7 +128,7 @@ async def timed_request(client: httpx.AsyncClient, path: str, body: Mapping[str,
         tokens = usage.get("completion_tokens", 0)
         if not arrivals or not tokens or (body.get("ignore_eos") and tokens != body["max_tokens"]):
             error = f"{tokens} tokens in {len(arrivals)} chunks; expected {body['max_tokens']} tokens"
-    except (httpx.HTTPError, RequestError, ValueError, KeyError) as failure:
+    except (httpx.HTTPError, RequestError, ValueError, LookupError, TypeError, AttributeError) as failure:
         error = f"{type(failure).__name__}: {failure}"
     counts = usage.get("completion_tokens", 0), usage.get("prompt_tokens", 0)
     return Timed(begun, time.monotonic(), tuple(arrivals), counts[0], error, counts[1], "".join(pieces))

@@ -33,6 +33,12 @@ class Conversation:
     turns: tuple[str, ...]
     system: str = ""
 
+    @property
+    def opening(self) -> list[dict[str, str]]:
+        """The messages of the first request."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return [*system, {"role": "user", "content": self.turns[0]}]
+
 
 @dataclasses.dataclass(frozen=True)
 class Source:
@@ -105,10 +111,9 @@ def load(name: str, path: str | None = None, config: str | None = None) -> Promp
     return _set_of(name, str(where), _published(name, chosen))
 
 
-def read_prompts(path: str | Path, limit: int | None = None) -> list[Conversation]:
-    """The first conversations of a file in any of the schemas. Raises CommandError as ``load`` does."""
-    found = load("file", str(path)).conversations
-    return list(found if limit is None else found[:limit])
+def read_prompts(path: str | Path) -> list[Conversation]:
+    """The conversations of a file in any of the schemas. Raises CommandError as ``load`` does."""
+    return list(load("file", str(path)).conversations)
 
 
 def spread(conversations: Sequence[Conversation], count: int | None) -> list[Conversation]:
@@ -131,7 +136,8 @@ def _set_of(name: str, source: str, records: Iterable[Any]) -> PromptSet:
         why = "holds no prompts"
         if left_out:
             why += (
-                f": all {left_out} records begin with an answer, or are placeholders to be fetched elsewhere"
+                f": all {left_out} records are empty, begin with an answer, or are placeholders to be "
+                "fetched elsewhere"
             )
         raise CommandError(f"{source} {why}; name another file")
     return PromptSet(name, source, tuple(found), left_out)
@@ -143,12 +149,13 @@ def _conversation(name: str, source: str, number: int, record: Any) -> Conversat
     at = f"{source}, record {number}"
     if not isinstance(record, dict):
         raise CommandError(f"{at} is {str(record)[:40]!r}; expected an object with {' or '.join(keys)}")
-    key = next((key for key in keys if record.get(key)), None)
-    if key is None:
+    there = [key for key in keys if key in record]
+    if not there:
         raise CommandError(
             f"{at} has the keys {', '.join(map(str, record))[:120]}; {name} has {' or '.join(keys)}"
         )
-    system, turns = _turns(record[key], at)
+    value = next((record[key] for key in there if record[key]), ())
+    system, turns = _turns(value, at)
     if not turns or any(PLACEHOLDER in turn for turn in turns):
         return None
     names = ("question_id", "task_id", "id", "prompt_id")

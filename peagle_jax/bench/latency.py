@@ -11,7 +11,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from rich.progress import Progress
 
 from peagle_jax import generate
@@ -19,12 +18,11 @@ from peagle_jax.bench import datasets, methods, prompts, report, runner
 from peagle_jax.bench.acceptance import progress_note
 from peagle_jax.bench.datasets import Conversation
 from peagle_jax.bench.methods import Method
-from peagle_jax.bench.report import Table, number, numbers
-from peagle_jax.bench.runner import Reply
+from peagle_jax.bench.report import Table, number, numbers, summary
+from peagle_jax.bench.runner import Asking, Reply
 from peagle_jax.bench.split import SplitDecoder
 from peagle_jax.bench.tally import Tally
 from peagle_jax.serve import build
-from peagle_jax.speculative.sampling import SamplingParams
 
 Part = dict[str, Any]
 WARM_TOKENS = 16
@@ -32,7 +30,7 @@ WARM_TOKENS = 16
 
 
 @dataclasses.dataclass
-class Sums:
+class Answers:
     """A method's answers to a set, by repeat."""
 
     replies: list[list[tuple[str, Reply]]]
@@ -45,7 +43,7 @@ class Sums:
         tokens, seconds = sum(r.decode_tokens for r in chosen), sum(r.decode_seconds for r in chosen)
         return tokens / seconds if tokens and seconds else None
 
-    def described(self, first: Sums) -> Part:
+    def described(self, first: Answers) -> Part:
         replies = [reply for of_repeat in self.replies for _, reply in of_repeat]
         tally = _tally(replies)
         decoded = [r for r in replies if r.decode_tokens]
@@ -59,7 +57,7 @@ class Sums:
             "answers": len(replies),
             "tokens": tally.tokens,
             **self._rates(first, None),
-            **{name: spread(values) for name, values in times.items()},
+            **{name: summary(values) for name, values in times.items()},
             **tally.report(),
             "identical_answers": self.same,
             "parted_at_a_tie": self.ties,
@@ -74,7 +72,7 @@ class Sums:
             },
         }
 
-    def _rates(self, first: Sums, category: str | None) -> Part:
+    def _rates(self, first: Answers, category: str | None) -> Part:
         """Medians over the repeats, with the least and the most."""
         pairs = [(self.rate(i, category), first.rate(i, category)) for i in range(len(self.replies))]
         rates = [a for a, _ in pairs if a is not None]
@@ -94,17 +92,9 @@ def _tally(replies: Sequence[Reply]) -> Tally:
     return found
 
 
-def spread(values: Sequence[float]) -> Part:
-    """Mean, median and 99th percentile; None of nothing."""
-    if not values:
-        return {"mean": None, "median": None, "p99": None}
-    median, p99 = np.percentile(values, (50, 99))
-    return {"mean": float(np.mean(values)), "median": float(median), "p99": float(p99)}
-
-
 def run(args: argparse.Namespace, result: Part, progress: Progress) -> None:
     """Fills the result. Raises what loading raises."""
-    sets = prompts.sets_of(args)
+    asking, sets = Asking.of(args), prompts.sets_of(args)
     with progress_note(progress, "loading"):
         chosen = methods.chosen(args)
     result |= prompts.described(sets, args) | prompts.models(chosen) | {"repeats": args.repeats}
@@ -114,15 +104,15 @@ def run(args: argparse.Namespace, result: Part, progress: Progress) -> None:
         methods.engines(chosen, args.max_model_len, note) as ready,
     ):
         decoders = [decoder for *_, decoder in ready]
-        warm = dataclasses.replace(sets[0].conversations[0], turns=sets[0].conversations[0].turns[:1])
-        short = argparse.Namespace(**(vars(args) | {"max_tokens": min(WARM_TOKENS, args.max_tokens)}))
+        tokens, first = min(WARM_TOKENS, args.max_tokens), sets[0].conversations[0]
+        short = dataclasses.replace(asking, max_tokens=tokens, later_turns=False)
         for method, engine, _ in ready:
-            runner.converse(engine, method.loaded.target, warm, args.max_model_len, short)
+            runner.converse(engine, method.loaded.target, first, args.max_model_len, short)
         task = progress.add_task("answers", total=0, note="")
         for prompt_set in sets:
             count = len(prompt_set.conversations) * args.repeats * len(ready)
             progress.update(task, total=(progress.tasks[-1].total or 0) + count)
-            sums = {method.name: Sums([]) for method in chosen}
+            sums = {method.name: Answers([]) for method in chosen}
             for repeat in range(args.repeats):
                 for one in sums.values():
                     one.replies.append([])
@@ -132,10 +122,10 @@ def run(args: argparse.Namespace, result: Part, progress: Progress) -> None:
                     for method, engine, _ in order:
                         progress.update(task, advance=1, note=f"{prompt_set.name}, {method.name}")
                         got = runner.converse(
-                            engine, method.loaded.target, conversation, args.max_model_len, args
+                            engine, method.loaded.target, conversation, args.max_model_len, asking
                         )
                         sums[method.name].replies[-1] += [(conversation.category, reply) for reply in got]
-            _check(chosen, sums, args)
+            _check(chosen, sums, asking)
             for method in chosen:
                 described = sums[method.name].described(sums[chosen[0].name])
                 result["runs"][method.name]["sets"][prompt_set.name] = described
@@ -143,19 +133,20 @@ def run(args: argparse.Namespace, result: Part, progress: Progress) -> None:
     if args.split_prompts:
         every = [c for prompt_set in sets for c in prompt_set.conversations]
         few = datasets.spread(every, args.split_prompts)
-        _split(list(zip(chosen, decoders, strict=True)), few, args, result, progress)
+        _split(list(zip(chosen, decoders, strict=True)), few, args.max_model_len, asking, result, progress)
 
 
-def _check(chosen: Sequence[Method], sums: dict[str, Sums], args: argparse.Namespace) -> None:
+def _check(chosen: Sequence[Method], sums: dict[str, Answers], asking: Asking) -> None:
     """Which answers of the first repeat are those of the first method, and which part from them at a tie."""
-    sampling = SamplingParams(temperature=args.temperature, seed=args.seed)
     baseline = [reply for _, reply in sums[chosen[0].name].replies[0]]
     for method in chosen:
         one = sums[method.name]
         for (_, reply), first in zip(one.replies[0], baseline, strict=False):
             if reply.prompt_ids != first.prompt_ids:  # a later turn, after answers that differ
                 continue
-            told = generate.compare(method.loaded, reply.prompt_ids, sampling, reply.as_run(), first.as_run())
+            told = generate.compare_tokens(
+                method.loaded, reply.prompt_ids, asking.sampling, reply.token_ids, first.token_ids
+            )
             one.same += told["identical"]
             one.ties += told.get("first_difference", {}).get("tie", False)
 
@@ -163,7 +154,8 @@ def _check(chosen: Sequence[Method], sums: dict[str, Sums], args: argparse.Names
 def _split(
     pairs: Sequence[tuple[Method, Any]],
     conversations: Sequence[Conversation],
-    args: argparse.Namespace,
+    context: int,
+    asking: Asking,
     result: Part,
     progress: Progress,
 ) -> None:
@@ -183,7 +175,7 @@ def _split(
                 progress.update(task, advance=1, note=method.name)
                 begun = time.monotonic()
                 with split.answering():
-                    runner.converse(engine, method.loaded.target, conversation, args.max_model_len, args)
+                    runner.converse(engine, method.loaded.target, conversation, context, asking)
                 walls[method.name] += time.monotonic() - begun
     for method, split, _ in ready:
         result["runs"][method.name]["time"] = split.times.report(walls[method.name])

@@ -17,7 +17,7 @@ from typing import Any
 
 def describe_machine(packages: tuple[str, ...], command: Sequence[str] | None = None) -> dict[str, Any]:
     """Processor, cores, system, versions, commit and command line (default: this script's), for the head of a
-    result file. Files in the command are named without their folders."""
+    result file; of the command as ``recorded`` tells it."""
     processor = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -33,7 +33,7 @@ def describe_machine(packages: tuple[str, ...], command: Sequence[str] | None = 
         "python": platform.python_version(),
         "packages": {name: importlib.metadata.version(name) for name in packages},
         "commit": _commit(),
-        "command": shlex.join(map(without_folders, command or ["python", *sys.argv])),
+        "command": recorded(command or ["python", *sys.argv]),
     }
 
 
@@ -55,6 +55,27 @@ def without_folders(word: str) -> str:
     """A word of a command, JSON too, whose files are named without their folders: those mean nothing
     elsewhere."""
     return re.sub(r"[^\s\"',=]*/(?=[^/\s\"',])", "", word)
+
+
+MASK = "MASKED"
+_KEY = r"[\w-]*(?:token|keys?|secrets?|passwords?)(?![a-z])[\w-]*"
+_VALUE = r"""('[^']*'|"[^"]*"|[^\s"',}]+)"""
+_KEY_OF_VALUE = re.compile(rf"""({_KEY}["']?\s*[=:]\s*|--{_KEY}\s+){_VALUE}""", re.IGNORECASE)
+
+
+def without_secrets(text: str) -> str:
+    """A text in which values are masked whose names look like those of keys (NAME=, --name, "name":), and
+    what stands before the host in an address."""
+    return re.sub(r"//[^/@\s]+@", f"//{MASK}@", _KEY_OF_VALUE.sub(rf"\1{MASK}", text))
+
+
+def recorded(words: Sequence[str]) -> str:
+    """A command line for a result: no folders, no secrets."""
+    told: list[str] = []
+    for before, word in zip(["", *words], words, strict=False):
+        hidden = re.fullmatch(f"--{_KEY}", before, re.IGNORECASE)
+        told.append(MASK if hidden else without_folders(without_secrets(word)))
+    return shlex.join(told)
 
 
 def save(report: dict[str, Any], out: Path | None) -> None:

@@ -82,10 +82,15 @@ class Models:
         self.max_model_len = commands.context_limit(self.target.target, args.max_model_len)
         self._heads: dict[str, commands.Loaded] = {}
 
-    def with_head(self, head: str, k: int, kind: commands.Method | None) -> commands.Loaded:
+    def with_head(self, head: str, k: int | None, kind: commands.Method | None) -> commands.Loaded:
+        """The target with a head that drafts ``k``; None is what it was trained for."""
         if head not in self._heads:
-            self._heads[head] = commands.with_head(self.target, head, k, kind)
-        return dataclasses.replace(self._heads[head], num_speculative_tokens=k)
+            self._heads[head] = commands.with_head(self.target, head, k)
+        loaded = self._heads[head]
+        assert loaded.head is not None
+        config = loaded.head.config
+        commands.check_method(config, kind, head)
+        return dataclasses.replace(loaded, num_speculative_tokens=k or config.num_depths)
 
     def peagle_head(self) -> str:
         shipped = default_head_path() if self.args.model is None else None
@@ -150,14 +155,24 @@ DRAFTING: dict[str, Callable[[Models, int], Method | list[Method]]] = {
 """By name: what makes a method that drafts, of K; of a tree for each number of nodes."""
 
 NAMES = ("none", *DRAFTING)
+TREES = ("tree", "adaptive-tree")
 
 
 def chosen(args: argparse.Namespace) -> list[Method]:
     """The methods that ``--methods`` names, each that drafts at every K.
 
     Raises:
+        CommandError: no method is named, or a tree of no size.
         CommandError, CheckpointError, ConfigError: what loading raises.
     """
+    if not args.methods:
+        raise CommandError(f"--methods - names nothing to measure; name some of {', '.join(NAMES)}")
+    least, most = min(args.num_speculative_tokens), max(args.num_speculative_nodes)
+    if most < least and (trees := [name for name in args.methods if name in TREES]):
+        raise CommandError(
+            f"--methods {','.join(trees)} with {least} tokens or more and {most} nodes at most; a tree has K "
+            f"nodes or more: raise --num-speculative-nodes"
+        )
     models = Models(args)
     found: list[Method] = []
     for name in args.methods:

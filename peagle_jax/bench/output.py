@@ -44,7 +44,8 @@ def measure(args: argparse.Namespace, command: list[str], console: Console) -> i
         kind = BENCHMARKS[args.benchmark]
         report.show(kind.tables(result), kind.notes(result))
     if args.out is not None:
-        finish(result, args.out, console)
+        report.write_result(result, args.out)
+        write_page(result, args.out / report.RESULT, console)
     return int(bool(failures(result)))
 
 
@@ -57,13 +58,12 @@ def failures(result: dict[str, Any]) -> list[str]:
     ]
 
 
-def read(folder: Path) -> dict[str, Any]:
-    """A result of an earlier run.
+def read(path: Path) -> dict[str, Any]:
+    """A result of an earlier run, from its file.
 
     Raises:
         CommandError: there is none.
     """
-    path = folder / report.RESULT if folder.is_dir() else folder
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -73,13 +73,31 @@ def read(folder: Path) -> dict[str, Any]:
     return found
 
 
-def finish(result: dict[str, Any], folder: Path, console: Console) -> None:
-    """Writes the JSON, the plots, and the Markdown that shows them."""
-    folder = folder if folder.is_dir() else folder.parent
-    report.write_result(result, folder)
-    drawn = plots.draw(result, folder)
+def plot(path: Path, console: Console) -> None:
+    """Writes the page of an earlier result again.
+
+    Raises:
+        CommandError: there is none, or it lacks a part.
+    """
+    file = path / report.RESULT if path.is_dir() else path
+    result = read(file)
+    try:
+        write_page(result, file, console)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise CommandError(
+            f"{file} is no whole result of bench {result['benchmark']} ({type(error).__name__}: {error}); "
+            f"name what --out has written"
+        ) from error
+
+
+def write_page(result: dict[str, Any], file: Path, console: Console) -> None:
+    """Writes plots, and the Markdown that shows them, beside a result's JSON; named after it unless that has
+    its usual name."""
+    usual = file.name == report.RESULT
+    kind = BENCHMARKS[result["benchmark"]]
+    tables, notes = kind.tables(result), kind.notes(result)
+    drawn = plots.draw(result, file.parent, "" if usual else f"{file.stem}-")
     if drawn is None:
         console.print("no plots: there is no matplotlib; pip install 'peagle_jax[bench]', then bench plot")
-    kind = BENCHMARKS[result["benchmark"]]
-    page = report.markdown(result, kind.tables(result), kind.notes(result), drawn or [])
-    (folder / report.TEXT).write_text(page, encoding="utf-8")
+    page = report.markdown(result, tables, notes, drawn or [])
+    (file.parent / (report.TEXT if usual else f"{file.stem}.md")).write_text(page, encoding="utf-8")

@@ -39,8 +39,8 @@ def rollout_rows(anchors: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, 
     """All mask rows (anchor, depth) of a sampling, depth-major."""
     flat_a, flat_l = anchors.ravel(), lengths.ravel()
     pairs = [(flat_a[flat_l >= d], d) for d in range(1, int(flat_l.max(initial=0)) + 1)]
-    anchor = np.concatenate([a for a, _ in pairs])
-    return anchor, np.concatenate([np.full(len(a), d) for a, d in pairs])
+    anchor = np.concatenate([flat_a[:0], *(a for a, _ in pairs)])
+    return anchor, np.concatenate([np.zeros(0, int), *(np.full(len(a), d) for a, d in pairs)])
 
 
 def paper_segments(n: int, anchor: np.ndarray, depth: np.ndarray, segments: int) -> list[Rows]:

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 from rich.progress import Progress
 
 from peagle_jax.arguments import CommandError
 from peagle_jax.bench import servers
+from peagle_jax.bench.machine import without_secrets
 from peagle_jax.bench.servers import Launch, Server, ServerError
 
 
@@ -56,7 +56,9 @@ class Peers:
             yield ready
 
     def _started(self, one: Server | Launch, logs: Path, stack: contextlib.ExitStack) -> list[Server]:
-        entry: dict[str, Any] = one.described() if isinstance(one, Launch) else {"url": one.url}
+        entry: dict[str, Any] = (
+            one.described() if isinstance(one, Launch) else {"url": without_secrets(one.url)}
+        )
         self._result["runs"][one.name] = entry
         try:
             server = one if isinstance(one, Server) else stack.enter_context(servers.started(one, logs))
@@ -65,7 +67,7 @@ class Peers:
             if isinstance(one, Launch):
                 entry["ready_in_s"] = round(took, 1)
             entry |= {"served_model": server.model, "version": server.version(), **server.start_up_report()}
-        except (ServerError, httpx.HTTPError, OSError) as error:
+        except (ServerError, OSError) as error:
             entry["error"] = str(error)
             self._progress.console.print(f"{one.name}: {error}", style="red", markup=False, soft_wrap=True)
             return []

@@ -15,8 +15,9 @@ SIZE = (9.5, 3.6)
 Part = dict[str, Any]
 
 
-def draw(result: Part, folder: Path) -> list[str] | None:
-    """Draws all plots of a result into a folder; their file names. None if there is no matplotlib."""
+def draw(result: Part, folder: Path, prefix: str = "") -> list[str] | None:
+    """Draws all plots of a result into a folder; their file names, which begin with ``prefix``. None if there
+    is no matplotlib."""
     try:
         import matplotlib
     except ImportError:
@@ -34,8 +35,9 @@ def draw(result: Part, folder: Path) -> list[str] | None:
                 part.spines[["top", "right"]].set_visible(False)
                 part.set_visible(part.has_data())
             figure.suptitle(f"{title}; {result['processor']}, {result['cores']} cores", fontsize=9)
-            figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
-            found.append(f"{name}.svg")
+            file = f"{prefix}{name}.svg"
+            figure.savefig(folder / file, metadata={"Date": None})
+            found.append(file)
         plt.close(figure)
     return found
 

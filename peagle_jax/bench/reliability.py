@@ -39,7 +39,7 @@ def fit(drafts: Drafts, depths: int) -> np.ndarray:
 
     Logistic regression (Platt's scaling) with the depth above as prior.
     """
-    found, prior = np.zeros((depths, 2)), np.float64([1, 0])
+    found, prior = np.zeros((depths, 2)), np.array([1.0, 0.0])
     for depth in range(1, depths + 1):
         _, confidence, accepted = drafts.where(drafts.depths == depth)
         x = np.stack([log_odds(confidence), np.ones(len(confidence))], axis=1)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table as RichTable
 
@@ -36,6 +37,12 @@ class Table:
             f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in lines
         )
         return f"### {self.title}\n\n{body}\n"
+
+
+def summary(values: Sequence[float]) -> dict[str, float | None]:
+    """Mean, median, deviation and 99th percentile; None of nothing."""
+    of = {"mean": np.mean, "median": np.median, "std": np.std, "p99": lambda x: np.percentile(x, 99)}
+    return {kind: float(f(values)) if len(values) else None for kind, f in of.items()}
 
 
 def number(value: float | None, digits: int = 2) -> str:

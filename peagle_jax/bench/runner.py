@@ -12,13 +12,49 @@ from typing import Any
 from peagle_jax.arguments import CommandError
 from peagle_jax.bench.datasets import Conversation
 from peagle_jax.bench.tally import Tally
-from peagle_jax.generate import Run
+from peagle_jax.generate import sampling_of
 from peagle_jax.serve.detokenize import Delta
 from peagle_jax.serve.engine import Engine
 from peagle_jax.serve.live import EngineRequest
 from peagle_jax.serve.prompt import PromptError, encode, render_chat
 from peagle_jax.speculative.sampling import SamplingParams
-from peagle_jax.speculative.statistics import AcceptanceStatistics
+
+
+@dataclasses.dataclass(frozen=True)
+class Asking:
+    """How prompts are asked."""
+
+    sampling: SamplingParams
+    max_tokens: int
+    later_turns: bool = False
+    ignore_eos: bool = False
+    raw: bool = False
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> Asking:
+        """As the flags say. Raises CommandError for sampling that cannot be."""
+        return cls(sampling_of(args), args.max_tokens, args.turns == "all", args.ignore_eos, args.raw)
+
+    def stops(self, target: Any) -> frozenset[int]:
+        """The token ids that end an answer."""
+        return frozenset() if self.ignore_eos else frozenset(target.config.eos_token_ids)
+
+    def prompt_ids(self, target: Any, messages: Sequence[dict[str, str]], context: int) -> list[int] | None:
+        """Token ids of messages in the chat template, or of their texts alone if ``raw``; None where the
+        context has no room for them and the answer.
+
+        Raises:
+            CommandError: the model's template or tokenizer refuses them, or there is nothing in them.
+        """
+        try:
+            texts = (m["content"] for m in messages)
+            text = "\n".join(texts) if self.raw else render_chat(target.tokenizer, messages)
+            ids = encode(target.tokenizer, text, special=self.raw)
+        except PromptError as error:
+            raise CommandError(f"{error}; --raw sends prompts as they are") from error
+        if not ids:
+            raise CommandError("a prompt is empty; leave it out of the set")
+        return ids if len(ids) + self.max_tokens <= context else None
 
 
 @dataclasses.dataclass
@@ -61,16 +97,8 @@ class Reply:
     def decode_seconds(self) -> float:
         return self.arrivals[-1] - self.arrivals[0]
 
-    def as_run(self) -> Run:
-        """For ``generate.compare``."""
-        rate = self.decode_tokens / max(self.decode_seconds, 1e-9)
-        statistics = AcceptanceStatistics(0)
-        return Run(self.text, self.token_ids, self.finish, self.time_to_first_token, rate, statistics)
 
-
-def ask(
-    engine: Engine, prompt_ids: list[int], sampling: SamplingParams, max_tokens: int, stops: Sequence[int]
-) -> Reply:
+def ask(engine: Engine, prompt_ids: list[int], asking: Asking, stops: frozenset[int]) -> Reply:
     """One answer. Raises CommandError if the engine gives none."""
     done = threading.Event()
     positions = len(engine.snapshot().accepted_per_pos)
@@ -81,7 +109,7 @@ def ask(
         if delta.finish_reason is not None:
             done.set()
 
-    request = EngineRequest("bench", tuple(prompt_ids), sampling, max_tokens, frozenset(stops))
+    request = EngineRequest("bench", tuple(prompt_ids), asking.sampling, asking.max_tokens, stops)
     reply.begun = time.monotonic()
     engine.submit(request, deliver)
     done.wait()
@@ -91,32 +119,22 @@ def ask(
 
 
 def converse(
-    engine: Engine, target: Any, conversation: Conversation, context: int, args: argparse.Namespace
+    engine: Engine, target: Any, conversation: Conversation, context: int, asking: Asking
 ) -> list[Reply]:
-    """The answers to a conversation's turns (the first one unless ``--turns all``), each asked after the
-    model's own answers. It ends where the context is full; a first turn that does not fit has none.
+    """The answers to a conversation's first turn, or to all, each asked after the model's own answers. It
+    ends where the context is full; a first turn that does not fit has none.
 
     Raises:
         CommandError: the model's template or tokenizer refuses it.
     """
-    messages = [{"role": "system", "content": conversation.system}] if conversation.system else []
-    sampling = SamplingParams(temperature=args.temperature, seed=args.seed)
-    stops = () if args.ignore_eos else target.config.eos_token_ids
+    messages, stops = conversation.opening, asking.stops(target)
     replies: list[Reply] = []
-    for turn in conversation.turns if args.turns == "all" else conversation.turns[:1]:
-        messages.append({"role": "user", "content": turn})
-        ids = prompt_ids(target.tokenizer, messages, raw=args.raw)
-        if len(ids) + args.max_tokens > context:
+    for turn in conversation.turns if asking.later_turns else conversation.turns[:1]:
+        if replies:
+            messages.append({"role": "assistant", "content": replies[-1].text})
+            messages.append({"role": "user", "content": turn})
+        ids = asking.prompt_ids(target, messages, context)
+        if ids is None:
             break
-        replies.append(ask(engine, ids, sampling, args.max_tokens, stops))
-        messages.append({"role": "assistant", "content": replies[-1].text})
+        replies.append(ask(engine, ids, asking, stops))
     return replies
-
-
-def prompt_ids(tokenizer: Any, messages: Sequence[dict[str, str]], *, raw: bool) -> list[int]:
-    """Token ids of messages in the chat template, or of their texts alone if ``raw``."""
-    try:
-        text = "\n".join(m["content"] for m in messages) if raw else render_chat(tokenizer, messages)
-        return encode(tokenizer, text, special=raw)
-    except PromptError as error:
-        raise CommandError(f"{error}; --raw sends prompts as they are") from error

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import httpx
-import numpy as np
 from rich.progress import Progress
 
 from peagle_jax.arguments import CommandError
 from peagle_jax.bench import prompts, report
 from peagle_jax.bench.clients import Run, Talk, Timed, closed_loop, open_loop
 from peagle_jax.bench.peers import Peers
-from peagle_jax.bench.report import Table, number
+from peagle_jax.bench.report import Table, number, summary
 from peagle_jax.bench.servers import COMPILED, Server, ServerError, change
 from peagle_jax.bench.tally import Tally
 
@@ -30,13 +29,6 @@ TIMES: dict[str, Callable[[Timed], list[float]]] = {
     "e2el": lambda r: [r.latency],
 }
 """vLLM's names: time to the first token, per token after it, between chunks, and of the whole answer."""
-
-
-def spread(name: str, values: Sequence[float]) -> Part:
-    """Mean, median, deviation and 99th percentile in milliseconds, by vLLM's names; None of nothing."""
-    ms = 1000 * np.asarray(values)
-    of = {"mean": np.mean, "median": np.median, "std": np.std, "p99": lambda x: np.percentile(x, 99)}
-    return {f"{kind}_{name}_ms": float(f(ms)) if len(ms) else None for kind, f in of.items()}
 
 
 def acceptance(tally: Tally) -> Part:
@@ -94,7 +86,8 @@ def point(
     # Of a closed loop those that began while all clients were at work.
     timed = [r for run in runs for r in run.requests if r.error is None and r.begun < run.end]
     for name, values in TIMES.items():
-        found |= spread(name, [v for r in timed for v in values(r)])
+        told = summary([1000 * v for r in timed for v in values(r)])
+        found |= {f"{kind}_{name}_ms": value for kind, value in told.items()}
     found |= acceptance(Tally.of_counters(counted))
     if COMPILED in counted:
         found["compilations"] = int(counted[COMPILED])
@@ -137,37 +130,48 @@ def _measure(
     task: Any,
 ) -> None:
     """Servers that run side by side, in turn at each level."""
-    talks: dict[str, list[Talk]] = {}
-    for server in servers:
+    servers = list(servers)
+
+    def of_each(ask: Callable[[Server], Any]) -> dict[str, Any]:
+        """What ``ask`` finds, by server; one that fails is told, and is asked no more."""
+        found = {}
+        for server in list(servers):
+            try:
+                found[server.name] = ask(server)
+            except ServerError as error:
+                result["runs"][server.name]["error"] = str(error)
+                progress.console.print(str(error), style="red", markup=False, soft_wrap=True)
+                servers.remove(server)
+        return found
+
+    def talks_with(server: Server) -> list[Talk]:
+        """The conversations, of which one has warmed the server up."""
         result["runs"][server.name]["points"] = []
         options = {"ignore_eos": args.ignore_eos, "follow": args.turns == "all"}
-        try:
-            made = [server.talk(c, args.max_tokens, **options) for c in conversations]
-            warm = asyncio.run(closed_loop(server.url, made, 1, 1)).requests[0]
-            if warm.error is not None:
-                raise ServerError(f"{server.name} did not answer: {warm.error}{server.last_words()}")
-            talks[server.name] = made
-        except (ServerError, httpx.HTTPError) as error:
-            _fail(server, str(error), result, progress)
-    servers = [server for server in servers if server.name in talks]
+        made = [server.talk(c, args.max_tokens, **options) for c in conversations]
+        warm = asyncio.run(closed_loop(server.url, made, 1, 1)).requests[0]
+        if warm.error is not None:
+            raise ServerError(f"{server.name} did not answer: {warm.error}{server.last_words()}")
+        return made
+
+    def once(server: Server, concurrency: int, repeat: int) -> Run:
+        progress.update(task, note=f"{server.name} at {concurrency}")
+        run = _one(server, talks[server.name], concurrency, repeat, args, lambda: progress.advance(task))
+        if not server.running:
+            raise ServerError(f"{server.name} ended{server.last_words()}")
+        return run
+
+    talks = of_each(talks_with)
     for concurrency in args.max_concurrency:
-        runs: dict[str, list[Run]] = {server.name: [] for server in servers}
-        before = {server.name: server.settled_metrics() for server in servers}
+        before = of_each(Server.settled_metrics)
+        runs: dict[str, list[Run]] = {name: [] for name in before}
         for repeat in range(args.repeats):
-            for server in list(servers):
-                progress.update(task, note=f"{server.name} at {concurrency}")
-                runs[server.name].append(
-                    _one(
-                        server, talks[server.name], concurrency, repeat, args, lambda: progress.advance(task)
-                    )
-                )
-                if not server.running:
-                    _fail(server, f"{server.name} ended{server.last_words()}", result, progress)
-                    servers.remove(server)
-        for server in servers:
-            counted = change(before[server.name], server.settled_metrics())
-            found = point(runs[server.name], concurrency, counted, args)
-            result["runs"][server.name]["points"].append(found)
+            of_repeat = functools.partial(once, concurrency=concurrency, repeat=repeat)
+            for name, one in of_each(of_repeat).items():
+                runs[name].append(one)
+        for name, after in of_each(Server.settled_metrics).items():
+            found = point(runs[name], concurrency, change(before[name], after), args)
+            result["runs"][name]["points"].append(found)
         report.write_result(result, args.out)
 
 
@@ -185,11 +189,6 @@ def _one(
         return asyncio.run(closed_loop(server.url, talks, concurrency, each, args.least_seconds, told))
     seed = args.seed + repeat
     return asyncio.run(open_loop(server.url, talks, concurrency, count, args.request_rate, seed, told))
-
-
-def _fail(server: Server, error: str, result: Part, progress: Progress) -> None:
-    result["runs"][server.name]["error"] = error
-    progress.console.print(error, style="red", markup=False, soft_wrap=True)
 
 
 def tables(result: Part) -> list[Table]:

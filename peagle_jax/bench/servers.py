@@ -24,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from peagle_jax.arguments import CommandError
 from peagle_jax.bench.clients import CHAT, COMPLETIONS, Talk, headers
 from peagle_jax.bench.datasets import Conversation
-from peagle_jax.bench.machine import without_folders
+from peagle_jax.bench.machine import recorded, without_folders, without_secrets
 
 STOP_WITHIN = 40.0
 """Seconds that a server gets to end after a signal; ours gives running requests 25 of them."""
@@ -32,12 +32,15 @@ STOP_WITHIN = 40.0
 SETTLE = 0.25
 """Seconds between two looks at counters that should stand still."""
 
+SETTLE_WITHIN = 10.0
+"""Seconds that they get to do so."""
+
 LOG_LINES = 15
 """Of a server that has failed, shown in the error."""
 
 
 class ServerError(RuntimeError):
-    """A server that did not start, or has ended; one line, and where its log is."""
+    """A server that did not start, has ended or answers wrongly; one line, and the end of its log."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,10 +53,11 @@ class Launch:
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def described(self) -> dict[str, Any]:
-        """For a result file."""
+        """For a result file: no folders, no secrets."""
+        told = {name: without_secrets(f"{name}={value}") for name, value in self.environment.items()}
         return {
-            "command": shlex.join(map(without_folders, self.command)),
-            "environment": {**self.environment},
+            "command": recorded(self.command),
+            "environment": {n: without_folders(text.removeprefix(f"{n}=")) for n, text in told.items()},
         }
 
     def words(self, port: int) -> list[str]:
@@ -103,7 +107,10 @@ def parse_endpoint(text: str) -> Server:
     match = re.fullmatch(r"([\w.-]+)=(https?://[^#]+?)/*(?:/v1/*)?(?:#(.+))?", text)
     if match is None:
         raise CommandError(f"--endpoint {text[:80]!r}: expected NAME=http://HOST:PORT, and perhaps #MODEL")
-    server = Server(match[1], match[2])
+    try:
+        server = Server(match[1], match[2])
+    except httpx.InvalidURL as error:
+        raise CommandError(f"--endpoint {text[:80]!r}: {error}; expected NAME=http://HOST:PORT") from error
     if match[3]:
         server.model = match[3]
     return server
@@ -138,7 +145,7 @@ class Server:
         while time.monotonic() - began < within:
             if not self.running:
                 raise ServerError(f"{self.name} ended before it was ready{self.last_words()}")
-            with contextlib.suppress(httpx.TransportError):
+            with contextlib.suppress(httpx.HTTPError):
                 # An endpoint that is not vLLM's may have no /health.
                 if any(self.http.get(path).status_code == 200 for path in ("/health", "/v1/models")):
                     return time.monotonic() - began
@@ -153,33 +160,52 @@ class Server:
     def log_text(self) -> str:
         return "" if self.log is None else self.log.read_text(encoding="utf-8", errors="replace")
 
-    def get(self, path: str) -> httpx.Response:
-        """Raises httpx.HTTPError if there is no answer, or a bad one."""
-        return self.http.get(path).raise_for_status()
+    @contextlib.contextmanager
+    def _expected(self, path: str) -> Iterator[None]:
+        """What goes wrong within, a question to ``path`` and the reading of its answer, is a ServerError."""
+        try:
+            yield
+        except (httpx.HTTPError, ValueError, LookupError, TypeError, AttributeError) as error:
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            ended = "" if self.running else self.last_words()
+            raise ServerError(
+                f"{self.name} does not answer {path} as expected ({reason[:200]}){ended}"
+            ) from error
 
     @functools.cached_property
     def model(self) -> str:
-        """The name that requests give."""
-        return self.get("/v1/models").json()["data"][0]["id"]
+        """The name that requests give. Raises ServerError, as all that asks does."""
+        with self._expected("/v1/models"):
+            return self.http.get("/v1/models").raise_for_status().json()["data"][0]["id"]
 
     def version(self) -> str | None:
         """None of an endpoint that does not tell."""
-        found = self.http.get("/version")
-        return found.json().get("version") if found.status_code == 200 else None
+        with self._expected("/version"):
+            found = self.http.get("/version")
+            return found.json().get("version") if found.status_code == 200 else None
 
     def metrics(self) -> dict[str, float]:
         """What its counters say; nothing of an endpoint without a metrics page."""
-        found = self.http.get("/metrics")
-        return read_metrics(found.text) if found.status_code == 200 else {}
+        with self._expected("/metrics"):
+            found = self.http.get("/metrics")
+            return read_metrics(found.text) if found.status_code == 200 else {}
 
     def settled_metrics(self) -> dict[str, float]:
-        """Its counters when they stand still: a server may count an answer after it has sent it."""
-        now = self.metrics()
-        while True:
+        """Its counters when they stand still: a server may count an answer after it has sent it.
+
+        Raises:
+            ServerError: they do not, as others use the server too; or it does not answer.
+        """
+        now, deadline = self.metrics(), time.monotonic() + SETTLE_WITHIN
+        while time.monotonic() < deadline:
             time.sleep(SETTLE)
             before, now = now, self.metrics()
             if all(before.get(name) == value for name, value in now.items() if name.startswith(COUNTED)):
                 return now
+        raise ServerError(
+            f"the counters of {self.name} do not stand still within {SETTLE_WITHIN:g} s; "
+            f"measure it while nobody else uses it"
+        )
 
     def chat_tokens(self, text: str) -> list[int]:
         """Token ids of one user message in the model's chat template."""
@@ -191,18 +217,28 @@ class Server:
     def tokens_of(self, messages: Sequence[Mapping[str, str]]) -> list[int] | None:
         """Token ids of messages in the model's chat template; None of an endpoint that does not tokenise."""
         body = {"model": self.model, "messages": messages, "add_generation_prompt": True}
-        found = self.http.post("/tokenize", json=body)
-        return None if found.status_code in (404, 405) else found.raise_for_status().json()["tokens"]
+        with self._expected("/tokenize"):
+            found = self.http.post("/tokenize", json=body)
+            return None if found.status_code in (404, 405) else found.raise_for_status().json()["tokens"]
 
-    def talk(self, conversation: Conversation, max_tokens: int, *, ignore_eos: bool, follow: bool) -> Talk:
+    def talk(
+        self,
+        conversation: Conversation,
+        max_tokens: int,
+        *,
+        ignore_eos: bool,
+        follow: bool,
+        temperature: float = 0.0,
+        seed: int = 0,
+    ) -> Talk:
         """A conversation as requests; only its first turn unless ``follow``.
 
-        A single turn goes as token ids where the server tokenises, so that all servers read the same.
+        A single turn goes as token ids where the server tokenises, so that all servers read the same. Greedy
+        requests have no seed, which a server may refuse.
         """
-        messages = [{"role": "user", "content": conversation.turns[0]}]
-        if conversation.system:
-            messages.insert(0, {"role": "system", "content": conversation.system})
-        body: dict[str, Any] = {"model": self.model, "max_tokens": max_tokens, "temperature": 0.0}
+        messages = conversation.opening
+        body: dict[str, Any] = {"model": self.model, "max_tokens": max_tokens, "temperature": temperature}
+        body |= {"seed": seed} if temperature else {}
         later = conversation.turns[1:] if follow else ()
         ids = self.tokens_of(messages)
         if ids is not None and ignore_eos:

@@ -1,4 +1,8 @@
-"""Where the time of a round goes: it runs as it is served, and its drafts once more alone before it."""
+"""Where the time of a round goes: it runs as it is served, and its drafts once more alone before it.
+
+The drafts are timed as a chain's: what it takes to build a tree of them, by the head's estimates, is in
+``verify``.
+"""
 
 from __future__ import annotations
 

@@ -6,11 +6,15 @@ import contextlib
 import io
 import json
 
+import httpx
 import pytest
 
-from peagle_jax.arguments import run_command
+from peagle_jax.arguments import CommandError, run_command
+from peagle_jax.bench import calibrate, serve
 from peagle_jax.bench.__main__ import main
+from peagle_jax.bench.servers import Server, free_port
 from tests.serve.conftest import running
+from tests.serve.doubles import END, TOKENIZER
 from tests.serve.engine_double import says
 from tests.serve.tiny_model import write_head, write_model
 
@@ -73,11 +77,22 @@ def test_acceptance_is_told_by_method_k_position_and_category(files, tmp_path):
     assert "draft position" in (tmp_path / "out" / "acceptance.svg").read_text()
 
 
-def test_a_servers_counters_tell_what_its_rounds_accepted(files):
+def test_a_servers_counters_tell_what_its_rounds_accepted(files, monkeypatch):
+    asked, talk = [], Server.talk
+
+    def noted(*args, **options):
+        asked.append((options["temperature"], options["seed"]))
+        return talk(*args, **options)
+
+    monkeypatch.setattr(Server, "talk", noted)
     # The double commits 4 tokens in each round but the first: 3 drafts, all accepted.
     with running(says("abcdefghi", width=4)) as server:
         argv = [*flags(files), "--methods", "-", "--max-tokens", "9", "--endpoint", f"double={server.url}"]
-        found = outcome("acceptance", *argv)
+        argv += ["--start", "none=python -c 'exit(3)'", "--start-within", "60"]
+        argv += ["--temperature", "0.8", "--seed", "7"]
+        found = outcome("acceptance", *argv, status=1)
+    assert asked == [(0.8, 7)] * 3
+    assert "none ended before it was ready" in found["runs"]["none"]["error"]
     part = found["runs"]["double"]["sets"]["mt_bench"]
     assert part["tokens"] == 27 and part["requests"] == 3
     assert part["mean_acceptance_length"] == 4
@@ -111,6 +126,13 @@ def test_latency_compares_methods_and_its_parts_are_the_whole(files, tmp_path):
     assert of_k["break_even_acceptance_length"] > of_k["verify_cost"] > 0
     page = (tmp_path / "RESULTS.md").read_text()
     assert "cost(K+1)/cost(1)" in page and "| adaptive K<=3 |" in page
+
+
+def test_answers_of_one_token_are_compared_though_they_have_no_rate(files, tmp_path):
+    argv = [*flags(files, "--max-tokens", "1", "--num-prompts", "1"), *models(files), "--methods", "none"]
+    argv += ["--repeats", "1", "--split-prompts", "0", "--out", str(tmp_path)]
+    part = outcome("latency", *argv)["runs"]["none"]["sets"]["mt_bench"]
+    assert (part["tokens"], part["identical_answers"], part["tokens_per_second"]) == (1, 1, None)
 
 
 def test_servers_are_compared_by_clients(files, tmp_path):
@@ -150,11 +172,38 @@ def test_a_server_that_does_not_answer_is_told_and_the_others_go_on(files):
     assert runs["whole"]["points"][0]["failed"] == 0
 
 
+def test_an_endpoint_that_goes_away_between_levels_is_told_and_the_others_go_on(files, monkeypatch):
+    asked = serve._one
+
+    def one(server, *rest):
+        found = asked(server, *rest)
+        if server.name == "gone":
+            server.http = httpx.Client(base_url=f"http://127.0.0.1:{free_port()}")
+        return found
+
+    monkeypatch.setattr(serve, "_one", one)
+    with running(says("abcdefghi")) as gone, running(says("abcdefghi")) as whole:
+        argv = [*flags(files, "--max-tokens", "9", "--max-concurrency", "1,2", "--least-requests", "1")]
+        argv += ["--endpoint", f"gone={gone.url}", "--endpoint", f"whole={whole.url}"]
+        runs = outcome("serve", *argv, status=1)["runs"]
+    assert "gone does not answer /metrics as expected (ConnectError" in runs["gone"]["error"]
+    assert [p["max_concurrency"] for p in runs["whole"]["points"]] == [1, 2]
+
+
+SHAPE = {"layers": 1, "hidden": 8, "intermediate": 12, "heads": 2, "kv-heads": 1, "head-dim": 4}
+SHAPE |= {"vocab": 40, "draft-vocab": 20}
+TRAIN = ["train", *(w for n, v in SHAPE.items() for w in (f"--{n}", str(v))), "--json"]
+
+
+def test_training_without_rollouts_is_measured_too():
+    argv = [*TRAIN, "--lengths", "3", "--segments", "2", "--depths", "1", "--repeats", "1"]
+    ways = outcome(*argv, "--flat-up-to", "0")["lengths"]["3"]["ways"]
+    assert ways["paper S=2"]["loss"] == pytest.approx(ways["ours"]["loss"], rel=1e-4)
+
+
 def test_training_is_measured_against_its_rivals_on_the_same_rows(tmp_path):
-    shape = {"layers": 1, "hidden": 8, "intermediate": 12, "heads": 2, "kv-heads": 1, "head-dim": 4}
-    words = [w for n, v in (shape | {"vocab": 40, "draft-vocab": 20}).items() for w in (f"--{n}", str(v))]
     argv = ["--lengths", "48", "--segments", "2", "--depths", "3", "--segment-rows", "24", "--repeats", "1"]
-    found = outcome("train", *argv, *words, "--json", "--out", str(tmp_path))
+    found = outcome(*TRAIN, *argv, "--out", str(tmp_path))
     ways = found["lengths"]["48"]["ways"]
     assert list(ways) == ["ours", "paper S=2", "flat"]
     for way in ways.values():
@@ -163,6 +212,10 @@ def test_training_is_measured_against_its_rivals_on_the_same_rows(tmp_path):
         assert way["temporary_bytes"] > 0 and way["seconds"] > 0
     assert ways["paper S=2"]["rows"] > ways["flat"]["rows"] == 1
     assert "temporary memory" in (tmp_path / "memory.svg").read_text()
+
+
+NOWHERE = ["--dataset-path", "QUESTIONS", "--model", "/nowhere"]
+"""A model that is not there is told of only after flags that cannot be."""
 
 
 @pytest.mark.parametrize(
@@ -178,6 +231,25 @@ def test_training_is_measured_against_its_rivals_on_the_same_rows(tmp_path):
             ["latency", "--dataset-path", "QUESTIONS", "--methods", "medusa"],
             "'medusa' is none of none, peagle",
         ),
+        (["latency", *NOWHERE, "--methods", "-"], "--methods - names nothing to measure"),
+        (["acceptance", *NOWHERE, "--methods", "-"], "nothing to measure; name --methods, --endpoint"),
+        (["acceptance", *NOWHERE, "--raw", "--start", "ours"], "--raw is not for servers"),
+        (
+            ["acceptance", *NOWHERE, "--methods", "none,tree", "--num-speculative-nodes", "4"],
+            "--methods tree with 5 tokens or more and 4 nodes at most",
+        ),
+        (["acceptance", *NOWHERE, "--temperature", "-1"], "temperature must be in 0..100, found -1.0"),
+        (["latency", *NOWHERE, "--seed", str(2**64)], "seed must be a 64-bit integer"),
+        (["calibrate", *NOWHERE, "--temperature", "nan"], "temperature must be in 0..100, found nan"),
+        (
+            ["calibrate", *NOWHERE, "--num-speculative-tokens", "6", "--num-speculative-nodes", "5"],
+            "--num-speculative-nodes 5 is less than the 6 depths",
+        ),
+        (["calibrate", *NOWHERE, "--methods", "none"], "unrecognized arguments: --methods none"),
+        (["serve", *NOWHERE[:2], "--endpoint", "x=http://h:port"], "expected NAME=http://HOST:PORT"),
+        (["train", "--ratio", "0"], "--ratio: must be a number above 0 and at most 1, found '0'"),
+        (["train", "--ratio", "nan"], "--ratio: must be a number above 0 and at most 1, found 'nan'"),
+        (["train", "--lengths", "2"], "--lengths: must be a whole number of at least 3, found '2'"),
         (["plot", "nowhere"], "is no result"),
         ([], "the following arguments are required: BENCHMARK"),
     ],
@@ -194,9 +266,10 @@ def test_what_cannot_be_measured_is_one_line_and_status_2(files, argv, error, ca
 
 
 def test_calibration_is_measured_by_depth_and_kept_beside_the_head(files, tmp_path):
-    argv = [*flags(files, "--num-speculative-tokens", "3", "--max-tokens", "30"), *models(files)]
-    argv += ["--num-speculative-nodes", "9", "--temperature", "1.2", "--ignore-eos", "--write"]
+    argv = [*flags(files, "--max-tokens", "30"), *models(files)]
+    argv += ["--temperature", "1.2", "--ignore-eos", "--write"]
     found = outcome("calibrate", *argv, "--out", str(tmp_path))
+    assert (found["num_speculative_tokens"], found["num_speculative_nodes"]) == (3, 6)
     assert len(found["depths"]) == len(found["calibration"]) == 3
     first = found["depths"][0]
     assert sum(row["drafts"] for row in first["reliability"]) == first["drafts"] > 20
@@ -206,3 +279,25 @@ def test_calibration_is_measured_by_depth_and_kept_beside_the_head(files, tmp_pa
     assert kept["calibration"] == found["calibration"] and kept["depths"] == found["depths"]
     assert (tmp_path / "reliability.svg").exists() and (tmp_path / "calibration.json").exists()
     (files / "head" / "calibration.json").unlink()
+
+
+def test_calibration_reads_the_systems_message_and_stops_at_the_end(files, tmp_path, monkeypatch):
+    messages = [{"role": "system", "content": "be"}, {"role": "user", "content": "abc"}]
+    (tmp_path / "set.jsonl").write_text("\n".join(json.dumps({"messages": messages}) for _ in range(2)))
+    asked, decode = [], calibrate.watched
+
+    def watched(decoder, request, k):
+        asked.append((TOKENIZER.decode(request.prompt), request.stop_ids))
+        return decode(decoder, request, k)
+
+    monkeypatch.setattr(calibrate, "watched", watched)
+    argv = ["--dataset-path", str(tmp_path / "set.jsonl"), *models(files), "--max-tokens", "30", "--json"]
+    outcome("calibrate", *argv, "--num-speculative-tokens", "1", "--temperature", "100")
+    assert asked == [("be\nabc", frozenset({END}))] * 2
+
+
+def test_an_empty_prompt_is_one_line(files, tmp_path):
+    (tmp_path / "set.jsonl").write_text('{"turns": [""]}')
+    argv = ["--dataset-path", str(tmp_path / "set.jsonl"), *models(files)]
+    with pytest.raises(CommandError, match="a prompt is empty"):
+        main(["calibrate", *argv, "--num-speculative-tokens", "1"])

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
+import httpx
 import pytest
 
-from peagle_jax.bench.clients import CHAT, COMPLETIONS, Talk, closed_loop, open_loop
+from peagle_jax.bench.clients import CHAT, COMPLETIONS, Talk, closed_loop, open_loop, timed_request
 from tests.serve.conftest import running
 from tests.serve.engine_double import ScriptedEngine, says
 
@@ -62,3 +63,13 @@ def test_an_answer_that_is_not_whole_is_a_failure(engine, error):
         bad = asyncio.run(closed_loop(server.url, talks("u", max_tokens=0), 1, 1))
     assert error in (run.requests[0].error or "")
     assert "status 400" in (bad.requests[0].error or "")
+
+
+@pytest.mark.parametrize("event", ["null", "[]", '{"choices": null}', "{"])
+def test_an_event_of_another_form_is_a_failure(event):
+    async def ask():
+        answer = httpx.MockTransport(lambda request: httpx.Response(200, text=f"data: {event}\n\n"))
+        async with httpx.AsyncClient(base_url="http://odd", transport=answer) as client:
+            return await timed_request(client, COMPLETIONS, {"max_tokens": 6})
+
+    assert "Error: " in (asyncio.run(ask()).error or "")

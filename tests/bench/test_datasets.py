@@ -73,6 +73,7 @@ def test_messages_are_the_users_after_the_systems(tmp_path):
     record = {"id": 3, "messages": [{"role": role, "content": text} for role, text in messages]}
     (found,) = load("file", written(tmp_path, record)).conversations
     assert (found.turns, found.system) == (("Why?", "Really?"), "Be brief.")
+    assert found.opening == record["messages"][:2]
 
 
 def test_compressed_lines_and_json_lists_are_read(tmp_path):
@@ -89,6 +90,10 @@ def test_records_without_a_prompt_are_counted(tmp_path):
     assert (len(found.conversations), found.described()["left_out"]) == (1, 1)
     answer_first = {"id": "x", "conversations": [{"from": "gpt", "value": "Hi"}]}
     assert load("sharegpt", written(tmp_path, answer_first, SHAREGPT)).left_out == 1
+    empty = {"id": "y", "conversations": []}
+    assert load("sharegpt", written(tmp_path, SHAREGPT, empty)).left_out == 1
+    unused = load("file", written(tmp_path, {"turns": None, "messages": [], "prompt": "x"}, empty))
+    assert (unused.conversations[0].turns, unused.left_out) == (("x",), 1)
     with pytest.raises(CommandError, match="all 1 records .* placeholders"):
         load("speed_bench", written(tmp_path, fetched))
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from peagle_jax.bench.latency import Sums, notes, spread
+from peagle_jax.bench.latency import Answers, notes
+from peagle_jax.bench.report import summary
 from peagle_jax.bench.runner import Reply
 from peagle_jax.bench.tally import Tally
 
@@ -15,8 +16,8 @@ def reply(*arrivals: float, tokens: int, first: int = 1) -> Reply:
 
 def test_rates_are_of_summed_times_and_ratios_of_the_same_repeat():
     # The machine is twice as slow in the second repeat; the method is 1.5 times the baseline in both.
-    slow = Sums([[("a", reply(1, 4, tokens=7))], [("a", reply(2, 8, tokens=7))]])
-    fast = Sums([[("a", reply(1, 3, tokens=7))], [("a", reply(1, 5, tokens=7))]])
+    slow = Answers([[("a", reply(1, 4, tokens=7))], [("a", reply(2, 8, tokens=7))]])
+    fast = Answers([[("a", reply(1, 3, tokens=7))], [("a", reply(1, 5, tokens=7))]])
     found = fast.described(slow)
     assert found["tokens_per_second"] == pytest.approx((3 + 1.5) / 2)
     assert found["tokens_per_second_spread"] == [1.5, 3.0]
@@ -28,11 +29,13 @@ def test_rates_are_of_summed_times_and_ratios_of_the_same_repeat():
 
 
 def test_categories_are_counted_apart():
-    sums = Sums([[("a", reply(0, 2, tokens=5)), ("b", reply(0, 1, tokens=5)), ("a", reply(0, 6, tokens=5))]])
+    sums = Answers(
+        [[("a", reply(0, 2, tokens=5)), ("b", reply(0, 1, tokens=5)), ("a", reply(0, 6, tokens=5))]]
+    )
     assert (sums.rate(0, "a"), sums.rate(0, "b"), sums.rate(0)) == (8 / 8, 4, 12 / 9)
-    one = Sums([[("a", reply(3, tokens=1))]])  # an answer of one round has no rate
+    one = Answers([[("a", reply(3, tokens=1))]])  # an answer of one round has no rate
     assert one.described(one)["tokens_per_second"] is None
-    assert one.described(one)["tpot_ms"] == spread([])
+    assert one.described(one)["tpot_ms"] == summary([])
 
 
 def test_a_mixture_of_experts_is_told_of():

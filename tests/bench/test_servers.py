@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import subprocess
 import sys
 
+import httpx
 import pytest
 
 from peagle_jax.arguments import CommandError
 from peagle_jax.bench import servers
 from peagle_jax.bench.clients import CHAT, COMPLETIONS
 from peagle_jax.bench.datasets import Conversation
+from peagle_jax.bench.machine import recorded
 from tests.serve.conftest import running
 from tests.serve.engine_double import says
 
@@ -45,6 +49,21 @@ def test_a_result_names_files_without_their_folders():
     assert described == {"command": command, "environment": {"A": "1"}}
 
 
+def test_a_result_holds_no_secrets():
+    text = (
+        'vllm=HF_TOKEN=abc HOME=/home/me python --api-key k1 --x-key=k2 --max-tokens 3 \'{"api_key": "k3"}\''
+    )
+    launch = servers.parse_launch(text)
+    described = launch.described()
+    assert described["environment"] == {"HF_TOKEN": "MASKED", "HOME": "me"}
+    masked = """python --api-key MASKED --x-key=MASKED --max-tokens 3 '{"api_key": MASKED}'"""
+    assert described["command"] == masked
+    told = recorded(["bench", "--start", text, "--endpoint", "a=http://me:pw@h:1"])
+    assert not any(secret in told for secret in ("abc", "k1", "k2", "k3", "pw"))
+    assert "HF_TOKEN=MASKED HOME=me python" in told
+    assert launch.environment["HF_TOKEN"] == "abc" and launch.words(1)[2] == "k1"
+
+
 def test_a_server_to_start_is_named_with_its_command():
     own = servers.parse_launch("ours")
     assert (own.name, own.command) == ("ours", (sys.executable, "-m", "peagle_jax.serve", "--json"))
@@ -75,6 +94,7 @@ def test_a_single_turn_goes_as_tokens_and_a_conversation_as_messages():
         server = servers.Server("x", served.url)
         single = server.talk(conversation, 9, ignore_eos=True, follow=False)
         both = server.talk(conversation, 9, ignore_eos=False, follow=True)
+        warm = server.talk(conversation, 9, ignore_eos=False, follow=True, temperature=0.8, seed=7)
         ids = served.tokenizer.encode(
             served.tokenizer.apply_chat_template(
                 [{"role": "system", "content": "be"}, {"role": "user", "content": "one"}],
@@ -89,3 +109,42 @@ def test_a_single_turn_goes_as_tokens_and_a_conversation_as_messages():
     assert (both.path, both.later) == (CHAT, ("two",))
     assert [m["content"] for m in both.body["messages"]] == ["be", "one"]
     assert both.body.keys() == {*common, "messages"}
+    assert warm.body == {**both.body, "temperature": 0.8, "seed": 7}
+
+
+def answering(**pages: object) -> servers.Server:
+    """A server with these pages: a JSON each, or a text."""
+    server = servers.Server("odd", "http://odd")
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        page = pages[request.url.path.rsplit("/", 1)[-1]]
+        return httpx.Response(200, text=page if isinstance(page, str) else json.dumps(page))
+
+    server.http = httpx.Client(base_url=server.url, transport=httpx.MockTransport(answer))
+    return server
+
+
+@pytest.mark.parametrize(
+    ("ask", "pages"),
+    [
+        (lambda s: s.model, {"models": {"data": []}}),
+        (lambda s: s.model, {"models": []}),
+        (servers.Server.version, {"version": "<html>"}),
+        (servers.Server.version, {"version": ["1"]}),
+        (servers.Server.metrics, {"metrics": "<html>\n"}),
+        (lambda s: s.tokens_of([]), {"models": {"data": [{"id": "x"}]}, "tokenize": {}}),
+    ],
+)
+def test_an_answer_of_another_form_is_a_server_error(ask, pages):
+    with pytest.raises(servers.ServerError, match="^odd does not answer /.* as expected .*$"):
+        ask(answering(**pages))
+
+
+def test_counters_that_others_move_are_not_waited_for_for_ever(monkeypatch):
+    counts = itertools.count()
+    server = servers.Server("busy", "http://busy")
+    monkeypatch.setattr(server, "metrics", lambda: {"vllm:generation_tokens_total": float(next(counts))})
+    monkeypatch.setattr(servers, "SETTLE", 0.01)
+    monkeypatch.setattr(servers, "SETTLE_WITHIN", 0.1)
+    with pytest.raises(servers.ServerError, match="counters of busy do not stand still within 0.1 s"):
+        server.settled_metrics()

@@ -58,7 +58,7 @@ def without_folders(word: str) -> str:
 
 
 MASK = "MASKED"
-_KEY = r"[\w-]*(?:token|keys?|secrets?|passwords?)(?![a-z])[\w-]*"
+_KEY = r"[\w-]*(?:token|keys?|secrets?|passwords?)(?![\w-])"
 _VALUE = r"""('[^']*'|"[^"]*"|[^\s"',}]+)"""
 _KEY_OF_VALUE = re.compile(rf"""({_KEY}["']?\s*[=:]\s*|--{_KEY}\s+){_VALUE}""", re.IGNORECASE)
 

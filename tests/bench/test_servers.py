@@ -50,12 +50,14 @@ def test_a_result_names_files_without_their_folders():
 
 
 def test_a_result_holds_no_secrets():
-    text = 'vllm=HF_TOKEN=abc HOME=/home/me python --api-key k1 --x-key=k2 --max-tokens 3 \'{"api_key": "k3", "speculative_token_tree": "[(0,)]"}\''
+    keys = "HF_TOKEN=abc HOME=/home/me python --api-key k1 --x-key=k2 --max-tokens 3"
+    text = f"""vllm={keys} '{{"api_key": "k3", "speculative_token_tree": "[(0,)]"}}'"""
     launch = servers.parse_launch(text)
     described = launch.described()
     assert described["environment"] == {"HF_TOKEN": "MASKED", "HOME": "me"}
-    masked = """python --api-key MASKED --x-key=MASKED --max-tokens 3 '{"api_key": MASKED, "speculative_token_tree": "[(0,)]"}'"""
-    assert described["command"] == masked
+    masked = "python --api-key MASKED --x-key=MASKED --max-tokens 3"
+    config = """{"api_key": MASKED, "speculative_token_tree": "[(0,)]"}"""
+    assert described["command"] == f"{masked} '{config}'"
     told = recorded(["bench", "--start", text, "--endpoint", "a=http://me:pw@h:1"])
     assert not any(secret in told for secret in ("abc", "k1", "k2", "k3", "pw"))
     assert "HF_TOKEN=MASKED HOME=me python" in told

@@ -280,7 +280,8 @@ def _lines(report: dict[str, Any]) -> list[str]:
         if report["layout"] == "speculators" and not report["verifier"]:
             key = "speculators_config.verifier.name_or_path"
             lines.append(
-                f"{key} is null, as no name of the target is known: vLLM needs one to serve by this alone"
+                f"{key} is null, as no name of the target is known: vLLM needs one to serve by this alone; "
+                "a hub id as --target gives it"
             )
     if verified := report["verified"]:
         lines.append(f"verified: {verified['tensors']} tensors are the same, bit for bit")

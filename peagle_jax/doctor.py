@@ -7,7 +7,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -140,13 +140,13 @@ def examine(
     try_all: bool = False,
     placement: Placement | None = None,
     num_speculative_tokens: int | None = None,
-    tell: Any = lambda trial: None,
+    tell: Callable[[str], None] = lambda text: None,
 ) -> Report:
     """Tries the head as its files say, and its other readings until one explains what is wrong.
 
     Args:
         num_speculative_tokens: K; None is the default's, or less where the head was trained for less.
-        tell: is given each ``Trial`` as it ends.
+        tell: is told what is being done.
 
     Raises:
         CheckpointError: the head cannot be loaded in any way.
@@ -157,7 +157,7 @@ def examine(
     def trial(name: str, cfg: DrafterConfig, params: DrafterParams, fix: str | None = None) -> Trial:
         done = Trial(name, trials.measure(cfg, params), fix)
         report.trials.append(done)
-        tell(done)
+        tell(f"{name}: {_length(done)}")
         return done
 
     def start(cfg: DrafterConfig) -> Trials:
@@ -192,8 +192,9 @@ def examine(
             return None
         return None if same_array(other.draft_to_target, params.draft_to_target) else other
 
-    best = base
-    for other in alternatives(cfg, params, target.config, target.params, absolute):
+    best, others = base, list(alternatives(cfg, params, target.config, target.params, absolute))
+    for number, other in enumerate(others, start=1):
+        tell(f"reading {number} of {len(others)}, {other.name}")
         done = trial(other.name, other.config, other.params, other.fix)
         assert done.found is not None
         assert best.found is not None
@@ -297,7 +298,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try_all=args.all,
         placement=placement,
         num_speculative_tokens=args.num_speculative_tokens,
-        tell=lambda trial: say(f"{trial.name}: {_length(trial)}"),
+        tell=say,
     )
     if args.json:
         print(json.dumps(_as_json(report, str(folder), target.name)))

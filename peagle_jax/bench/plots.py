@@ -77,7 +77,11 @@ def reliability(axes: list[Any], result: Part) -> str:
 
 
 def acceptance(axes: list[Any], result: Part) -> str | None:
-    """Length against K, a line a method and set; and the share of rounds that accept each position."""
+    """Length against K, or the nodes of trees where there is one K, a line a method and set (dashed: not
+    the first one); and the share of rounds that accept each position."""
+    ks = {entry.get("num_speculative_tokens") for entry in result["runs"].values()} - {None, 0}
+    nodes = {entry.get("num_speculative_nodes") for entry in result["runs"].values()} - {None, 0}
+    of_nodes = len(ks) == 1 and len(nodes) > 1
     lines: dict[tuple[str, str], list[tuple[int, float]]] = {}
     deepest: dict[tuple[str, str], Part] = {}
     for _, name, run, part in _parts(result):
@@ -85,42 +89,52 @@ def acceptance(axes: list[Any], result: Part) -> str | None:
             entry = result["runs"][run]
             key = name, entry.get("method", run)
             k = entry.get("num_speculative_tokens") or len(part["acceptance_per_position"])
-            lines.setdefault(key, []).append((k, part["mean_acceptance_length"]))
+            x = (entry.get("num_speculative_nodes") or k) if of_nodes else k
+            lines.setdefault(key, []).append((x, part["mean_acceptance_length"]))
             if len(part["acceptance_per_position"]) >= len(deepest.get(key, part)["acceptance_per_position"]):
                 deepest[key] = part
     if not lines:
         return None
-    for i, (key, points) in enumerate(lines.items()):
-        label = ", ".join(key)
-        axes[0].plot(*zip(*sorted(points), strict=True), label=label, **_style(i + 1))
+    methods = list(dict.fromkeys(method for _, method in lines))
+    first = result["datasets"][0]["name"]
+    for key, points in lines.items():
+        style = _style(methods.index(key[1]) + 1) | {"label": ", ".join(key)}
+        style["linestyle"] = "-" if key[0] == first else "--"
+        axes[0].plot(*zip(*sorted(points), strict=True), **style)
         rates = deepest[key]["acceptance_per_position"]
-        axes[1].plot(range(1, len(rates) + 1), rates, label=label, **_style(i + 1))
-    axes[0].set(xlabel="K, tokens drafted a round", ylabel="acceptance length")
+        axes[1].plot(range(1, len(rates) + 1), rates, **style)
+    x = f"nodes of the tree, K = {min(ks)}" if of_nodes else "K, tokens drafted a round"
+    axes[0].set(xlabel=x, ylabel="acceptance length")
     axes[0].set_ylim(bottom=1)
     axes[1].set(xlabel="draft position", ylabel="share of rounds that accept it", ylim=(0, 1))
     for part in axes:
         part.xaxis.get_major_locator().set_params(integer=True)
-        _legend(part)
+    _legend(axes[1])
     return f"acceptance, {result['turns']} turns, {result['max_tokens']} tokens an answer"
 
 
 def latency(axes: list[Any], result: Part) -> str | None:
     """Tokens a second of each method and set, with the least and the most; and where the time goes."""
     names, sets = list(result["runs"]), [one["name"] for one in result["datasets"]]
-    width = 0.8 / len(names)
+    height = 0.8 / len(sets)
     for i, set_name, name, part in _parts(result):
         if part["tokens_per_second"] is None:
             continue
-        j = names.index(name)
         rate, (least, most) = part["tokens_per_second"], part["tokens_per_second_spread"]
-        at = i + (j - (len(names) - 1) / 2) * width
-        style = {"color": COLOURS[j % len(COLOURS)], "label": name if set_name == sets[0] else None}
-        bars = axes[0].bar(at, rate, width * 0.92, yerr=[[rate - least], [most - rate]], **style)
-        axes[0].bar_label(bars, [f"{part['speedup']:.2f}x" if part["speedup"] else ""], fontsize=6, padding=2)
-    axes[0].set_xticks(range(len(sets)), sets)
-    axes[0].set_ylabel("tokens/s")
-    axes[0].margins(y=0.3)
-    _legend(axes[0])
+        at = names.index(name) + (i - (len(sets) - 1) / 2) * height
+        style = {"color": COLOURS[(i + 1) % len(COLOURS)], "error_kw": {"linewidth": 0.8}}
+        label = set_name if name == names[0] else None
+        bars = axes[0].barh(
+            at, rate, height * 0.9, xerr=[[rate - least], [most - rate]], label=label, **style
+        )
+        axes[0].bar_label(bars, [f"{part['speedup']:.2f}x" if part["speedup"] else ""], fontsize=6, padding=4)
+    axes[0].set_yticks(range(len(names)), names)
+    axes[0].invert_yaxis()
+    axes[0].set_xlabel("tokens/s")
+    axes[0].margins(x=0.12)
+    axes[0].figure.set_size_inches(SIZE[0], max(SIZE[1], 1.6 + 0.22 * len(names) * len(sets)))
+    above = {"frameon": False, "fontsize": 7, "loc": "lower center", "bbox_to_anchor": (0.5, 1.0)}
+    axes[0].legend(ncols=len(sets), **above)
     times = {name: entry["time"] for name, entry in result["runs"].items() if "time" in entry}
     left = [0.0] * len(times)
     for i, part in enumerate(("prefill", "draft", "verify", "host") if times else ()):
@@ -128,8 +142,9 @@ def latency(axes: list[Any], result: Part) -> str | None:
         axes[1].barh(list(times), shares, left=left, color=COLOURS[i], label=part)
         left = [a + b for a, b in zip(left, shares, strict=True)]
     axes[1].set_xlabel("share of the time")
+    axes[1].invert_yaxis()
     if times:
-        axes[1].legend(frameon=False, fontsize=7, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+        axes[1].legend(ncols=4, **above)
     return f"one request at a time, {result['dtype']}, {result['max_tokens']} tokens an answer"
 
 

@@ -364,14 +364,13 @@ class Engine:
         live.ticket.deliver(delta)
         seconds = finished.finished - (finished.scheduled or finished.finished)
         log.info(
-            "%s: prompt %d tokens, answer %d tokens in %.2f s (%.1f tokens/s), acceptance length %.2f, "
-            "finished: %s",
+            "%s: prompt %d tokens, answer %d tokens in %.2f s (%.1f tokens/s), %s, finished: %s",
             finished.request_id,
             finished.prompt_tokens,
             finished.generation_tokens,
             seconds,
             finished.generation_tokens / max(seconds, 1e-9),
-            live.acceptance.mean_acceptance_length,
+            live.acceptance.line(),
             finished.finish_reason,
         )
 

@@ -28,6 +28,12 @@ class AcceptanceStatistics:
         for position in range(accepted):
             self.accepted_at[position] += 1
 
+    def line(self) -> str:
+        """In words, for a log."""
+        if not self.rounds:
+            return "no round drafted"
+        return f"acceptance length {self.mean_acceptance_length:.2f} in {self.rounds} rounds that drafted"
+
     def merge(self, other: AcceptanceStatistics) -> None:
         """Adds the rounds of another count of the same K."""
         self.rounds += other.rounds

@@ -114,7 +114,9 @@ def compute_features(recipe: Recipe, console: Console, dry_run: bool = False) ->
         f"{rows['train']} training and {rows['heldout']} held-out rows of {store.row_length} tokens, "
         f"{filled:.1%} filled; taps {list(identity.taps)}"
     )
-    console.print(f"{store.folder} will hold {total * per_token / 1e9:.2f} GB ({per_token} bytes a token)")
+    size = total * per_token / 1e6
+    told = f"{size / 1e3:.2f} GB" if size >= 100 else f"{size:.2f} MB"
+    console.print(f"{store.folder} will hold {told} ({per_token} bytes a token)")
     if dry_run:
         return Path(store.folder)
     with progress_bar(console, "tokens") as bar:

@@ -293,6 +293,10 @@ def build(recipe: Recipe) -> Setup:
             "warning: the taps' scales differ more than a hundredfold; "
             "head.norm_before_fc: true may train better"
         )
+    if recipe.run.validate_every and not len(heldout):
+        notes.append(
+            f"warning: no row is held out (data.heldout is {recipe.data.heldout:g}), so nothing is validated"
+        )
     identity = {
         "method": recipe.method,
         "features": {"weights": source.weights, "dtype": source.dtype},

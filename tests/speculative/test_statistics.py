@@ -9,6 +9,7 @@ def test_worked_example_with_the_bonus_token():
         counts.add(accepted, 3)
     assert counts.mean_acceptance_length == pytest.approx(8 / 3)
     assert counts.acceptance_per_position == pytest.approx([2 / 3, 2 / 3, 1 / 3])
+    assert counts.line() == "acceptance length 2.67 in 3 rounds that drafted"
 
 
 def test_merged_counts_are_those_of_all_rounds():
@@ -24,3 +25,4 @@ def test_plain_rounds_are_not_drafts():
     counts = AcceptanceStatistics(0)
     counts.add(0, 0)
     assert (counts.rounds, counts.mean_acceptance_length, counts.acceptance_per_position) == (0, 1.0, [])
+    assert counts.line() == "no round drafted"

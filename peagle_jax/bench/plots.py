@@ -134,7 +134,8 @@ def latency(axes: list[Any], result: Part) -> str | None:
     axes[0].margins(x=0.12)
     axes[0].figure.set_size_inches(SIZE[0], max(SIZE[1], 1.6 + 0.22 * len(names) * len(sets)))
     above = {"frameon": False, "fontsize": 7, "loc": "lower center", "bbox_to_anchor": (0.5, 1.0)}
-    axes[0].legend(ncols=len(sets), **above)
+    if axes[0].get_legend_handles_labels()[0]:
+        axes[0].legend(ncols=len(sets), **above)
     times = {name: entry["time"] for name, entry in result["runs"].items() if "time" in entry}
     left = [0.0] * len(times)
     for i, part in enumerate(("prefill", "draft", "verify", "host") if times else ()):

@@ -1,6 +1,15 @@
 """Set before jax is imported: four CPU devices, and quick compilation of many small programs."""
 
 import os
+import signal
+import threading
+
+if (
+    threading.current_thread() is threading.main_thread()
+    and signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+):
+    # A shell's background job, and what it starts, would ignore the interrupts that tests send.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ["XLA_FLAGS"] = " ".join(
     [

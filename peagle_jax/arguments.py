@@ -6,6 +6,7 @@ Nothing heavy is imported here, so that --help is quick.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import io
 import os
 import signal
@@ -108,6 +109,13 @@ def check_processes(arguments: argparse.Namespace) -> None:
 
 READER_GONE = 141
 """Exit status of a command whose output nobody reads any more, as the shell gives it (128 + SIGPIPE)."""
+
+
+def check_extra(extra: str, *packages: str) -> None:
+    """Ends the process in one line unless the packages of an extra are there; before they are imported."""
+    missing = next((name for name in packages if importlib.util.find_spec(name) is None), None)
+    if missing is not None:
+        sys.exit(_refuse(f"the package {missing} is not installed; pip install 'peagle_jax[{extra}]'"))
 
 
 def run_command(main: Callable[[], int]) -> int:

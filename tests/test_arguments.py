@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from peagle_jax.arguments import run_command
+from peagle_jax.arguments import check_extra, run_command
 from peagle_jax.config import ConfigError
 
 
@@ -109,3 +109,13 @@ except KeyboardInterrupt:
     assert (while_importing.returncode, while_importing.stdout) == ((-2, "") if ours else (0, "caught\n"))
     assert while_importing.stderr == ""
     assert (after.returncode, after.stdout, after.stderr) == (0, "", "")
+
+
+def test_a_package_that_is_not_installed_is_one_line_and_status_2(monkeypatch, capsys):
+    check_extra("serve", "numpy", "jax")
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(SystemExit) as end:
+        check_extra("serve", "numpy", "llguidance")
+    assert end.value.code == 2
+    said = "the package llguidance is not installed; pip install 'peagle_jax[serve]'"
+    assert said in capsys.readouterr().err

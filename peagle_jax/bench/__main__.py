@@ -7,7 +7,10 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from peagle_jax.arguments import run_command
+from peagle_jax.arguments import check_extra, run_command
+
+check_extra("bench", "fastapi", "prometheus_client", "llguidance", "httpx")
+
 from peagle_jax.bench import arguments, output
 
 

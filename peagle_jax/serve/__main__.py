@@ -15,8 +15,11 @@ from typing import Any, NoReturn
 
 import jax
 
+from peagle_jax.arguments import check_extra, run_command
+
+check_extra("serve", "fastapi", "uvicorn", "prometheus_client", "llguidance")
+
 from peagle_jax import commands
-from peagle_jax.arguments import run_command
 from peagle_jax.processes import check_agreement, is_main, join
 from peagle_jax.serve import arguments, build
 from peagle_jax.serve.answers import AnswerOptions

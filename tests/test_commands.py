@@ -198,7 +198,8 @@ def test_the_context_is_the_models_and_on_a_cpu_at_most_2048(loads):
     ("backend", "flags", "expected"),
     [
         ("cpu", "fpu avx512_bf16 amx_bf16", jnp.bfloat16),
-        ("cpu", "fpu avx512_bf16", jnp.float32),
+        ("cpu", "fpu avx512f avx512_bf16", jnp.bfloat16),
+        ("cpu", "fpu avx2 avx512f", jnp.float32),
         ("tpu", "", jnp.bfloat16),
     ],
 )
@@ -258,7 +259,8 @@ def test_quantised_weights_leave_more_of_the_memory_for_the_caches(monkeypatch):
 
 
 def test_an_int8_cache_has_more_positions_in_the_same_memory(loads, monkeypatch):
-    plain, saved = (commands.load(None, None, None, kv_cache_dtype=kind) for kind in ("auto", "int8"))
+    kinds, f32 = ("auto", "int8"), {"dtype": "float32"}
+    plain, saved = (commands.load(None, None, None, kv_cache_dtype=kind, **f32) for kind in kinds)
     monkeypatch.setattr(memory, "_machine_memory", lambda: 2 * 10**6)
     room = [commands.kv_room(loaded, 0.5, 1) for loaded in (plain, saved)]
     block, size = CONFIG.block, plain.dtype.itemsize
@@ -279,7 +281,7 @@ def test_fp8_is_not_for_a_cpu():
 
 def test_a_ring_takes_a_slots_memory_and_no_positions(loads, monkeypatch):
     """Half of the layers see a window: a position takes half, and each slot a ring beside."""
-    loaded = commands.load("m", None, None)
+    loaded = commands.load("m", None, None, dtype="float32")
     config = dataclasses.replace(loaded.target.config, windows=(8, 0))
     windowed = dataclasses.replace(loaded, target=dataclasses.replace(loaded.target, config=config))
     monkeypatch.setattr(memory, "_machine_memory", lambda: 2 * 10**7)

@@ -15,9 +15,8 @@ from peagle_jax.bench.flags import (
     goodput,
     numbers,
     rate,
-    share,
 )
-from peagle_jax.serve.arguments import whole
+from peagle_jax.serve.arguments import fraction, whole
 
 _EPILOG = """\
 examples:
@@ -225,7 +224,7 @@ def _add_train(parser: Parser) -> None:
     add("--depths", type=whole(1), default=8, metavar="K", help="(default: 8)")
     add(
         "--ratio",
-        type=share,
+        type=fraction,
         default=0.8,
         metavar="R",
         help="of rollouts kept from depth to depth (default: 0.8)",

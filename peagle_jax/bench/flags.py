@@ -55,17 +55,6 @@ def rate(text: str) -> float:
     return value
 
 
-def share(text: str) -> float:
-    """An argument's type: a number above 0 and at most 1."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"must be a number above 0 and at most 1, found {text[:40]!r}")
-    return value
-
-
 def add_output(parser: Parser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.add_argument(

@@ -89,24 +89,21 @@ class DraftLength:
         ]
         if untried:
             return untried[-1]
-        best = max(self.drafts, key=lambda k: self.speed(width, k))
+        speeds = {k: self.speed(width, k) for k in self.drafts}
+        best = max(self.drafts, key=speeds.__getitem__)
         current = self._current.setdefault(width, best)
-        if self.speed(width, best) > MARGIN * self.speed(width, current):
+        if speeds[best] > MARGIN * speeds[current]:
             current = self._current[width] = best
         others = [k for k in self.drafts if k != current]
         other = others[self._probes % len(others)]
         self._since_probe[width] += 1
-        if self._since_probe[width] < self._patience(width, current, other):
+        lost = (speeds[current] / speeds[other] - 1) * self.tokens(other) / self.tokens(current)  # rounds
+        least, most = PROBE_EVERY
+        if self._since_probe[width] < min(max(lost / PROBE_SHARE, least), most):
             return current
         self._since_probe[width] = 0
         self._probes += 1
         return other
-
-    def _patience(self, width: int, current: int, other: int) -> float:
-        """Rounds between two of ``other``, each of which loses so many of ``current``."""
-        lost = self.speed(width, current) / self.speed(width, other) - 1
-        least, most = PROBE_EVERY
-        return min(max(lost * self.tokens(other) / self.tokens(current) / PROBE_SHARE, least), most)
 
     def pace(self, width: int, k: int) -> dict[int, float]:
         """Seconds that a round of ``width`` and K takes, by how many nodes it verifies. Where some have no

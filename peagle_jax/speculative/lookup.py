@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from peagle_jax.config import ConfigError, SpecConfig, TargetConfig
 from peagle_jax.models.stack import TargetParams
 from peagle_jax.speculative.decoder import Decoder
-from peagle_jax.speculative.programs import IDLE_ROUNDS, Progress
+from peagle_jax.speculative.programs import Progress
 from peagle_jax.speculative.request import Flight, PromptChunk, RoundResult
 from peagle_jax.speculative.sizes import Pool, Sizes, scratch_of
 
@@ -115,17 +115,9 @@ class LookupDecoder(Decoder):
 
     def idle_rounds(self, clock: Callable[[], float]) -> dict[tuple[int, int, int], float]:
         found = super().idle_rounds(clock)
-        for pool, width in self.sizes.every_width():
-            if self.pool != pool:
-                self.start_over(pool)
-            times = []
-            for _ in range(IDLE_ROUNDS):
-                jax.block_until_ready(self._programs.state)
-                began = clock()
-                jax.block_until_ready(self._verify_nothing(width))
-                times.append(clock() - began)
-            found[width, self._k, self._k] = min(times)
-        self.start_over(self.sizes.pools[0])
+        for _, width in self._programs.idle_widths():
+            time = self._programs.fastest(partial(self._verify_nothing, width), clock)
+            found[width, self._k, self._k] = time
         return found
 
     # -- dispatches --------------------------------------------------------------------------

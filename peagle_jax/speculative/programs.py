@@ -228,9 +228,7 @@ class Programs:
         """Seconds of ``clock`` that a round takes which serves nobody, by width, K and nodes verified, in the
         first pool that has the width. ``still`` is a turn of no slot, of the first pool."""
         found = {}
-        for pool, width in self.sizes.every_width():
-            if self.pool != pool:
-                self.start_over(pool)
+        for pool, width in self.idle_widths():
             quiet = _of_pool(still, pool)
             for k in self.sizes.drafts:
                 every = self.models.spec.nodes_of(k)
@@ -241,16 +239,27 @@ class Programs:
                         (self.replicas, len(every)),
                     )
                     turn = quiet.replace(pace=pace) if len(every) > 1 else quiet
-                    times = []
-                    for _ in range(IDLE_ROUNDS):
-                        self._pending = 0  # nobody waits for the drafter
-                        jax.block_until_ready(self.state)
-                        began = clock()
-                        jax.block_until_ready(self.rounds(turn, width, k))
-                        times.append(clock() - began)
-                    found[width, k, nodes] = min(times)
-        self.start_over(self.sizes.pools[0])
+                    found[width, k, nodes] = self.fastest(partial(self.rounds, turn, width, k), clock)
         return found
+
+    def idle_widths(self) -> Iterator[tuple[Pool, int]]:
+        """Every compiled width, in empty slots of the first pool that has it; at the end the first pool."""
+        for pool, width in self.sizes.every_width():
+            if self.pool != pool:
+                self.start_over(pool)
+            yield pool, width
+        self.start_over(self.sizes.pools[0])
+
+    def fastest(self, run: Callable[[], Any], clock: Callable[[], float]) -> float:
+        """Seconds of ``clock`` that the fastest of IDLE_ROUNDS runs of a round takes, awaited."""
+        times = []
+        for _ in range(IDLE_ROUNDS):
+            self._pending = 0  # nobody waits for the drafter
+            jax.block_until_ready(self.state)
+            began = clock()
+            jax.block_until_ready(run())
+            times.append(clock() - began)
+        return min(times)
 
     def _uses(
         self, i: int, idle: Callable[[int], Chunk], still: Turn

@@ -13,7 +13,6 @@ import json
 import re
 from pathlib import Path
 
-import jax
 import pytest
 import yaml
 
@@ -23,6 +22,7 @@ from peagle_jax.checkpoint.head import save_head
 from peagle_jax.config import BlockConfig
 from peagle_jax.train import __main__ as train
 from peagle_jax.train.recipe import load_recipe
+from tests import programs
 from tests.checkpoint.files import target_json, target_tensors, write_folder
 from tests.docs.commands import ROOT, Command, blocks, commands_in, parse
 from tests.serve.conftest import running
@@ -85,17 +85,8 @@ def given(words: list[str], changes: dict[str, str]) -> list[str]:
 @pytest.fixture(scope="module", autouse=True)
 def shared_programs(tmp_path_factory):
     """Commands that compile the same programs compile them once."""
-    settings = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in settings}
-    for name, value in settings.items():
-        jax.config.update(name, value)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
+    with programs.kept_in(tmp_path_factory.mktemp("compiled")):
+        yield
 
 
 def ends_well(main, words: list[str], statuses=(0,)) -> None:

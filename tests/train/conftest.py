@@ -1,27 +1,18 @@
 import io
 
-import jax
 import pytest
 from rich.console import Console
 
 from peagle_jax.train import prepare, sources
+from tests import programs
 from tests.train import tiny_run
 
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory):
     """Lets runs of equal shape share their compiled programs."""
-    settings = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in settings}
-    for name, value in settings.items():
-        jax.config.update(name, value)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
+    with programs.kept_in(tmp_path_factory.mktemp("compiled")):
+        yield
 
 
 @pytest.fixture
